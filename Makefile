@@ -1,0 +1,58 @@
+# The only commands a person or CI needs: make demo, make test, make check, make bench.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INPUTS := pyproject.toml setup.py constraints.txt $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: demo test check format bench clean
+
+## make demo: prepare and inspect the embedded data set
+demo: $(VENV)/installed
+	@rm -rf demo
+	$(BIN)/fastcssl-prep build synthetic --scenario class --tasks 3 --out demo/data
+	$(BIN)/fastcssl-prep verify demo/data
+	$(BIN)/fastcssl-prep split demo/data --scenario domain --name by-style
+	$(BIN)/fastcssl-prep inspect demo/data --sheet demo/sheet.png
+	$(BIN)/fastcssl-prep inspect demo/data/by-style.json --sheet demo/sheet-by-style.png
+	@echo "Look at demo/sheet.png and demo/sheet-by-style.png."
+
+## make test: lint, types, and the whole test suite with every back end
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+## make bench: every benchmark in its quick form
+bench: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/prep.py --quick
+
+$(VENV)/bin/python:
+	.ci/packages $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch and torchvision (5 GB unpacked; once)."
+	$(PIP) torch torchvision
+
+# setuptools and pybind11 first: building without isolation keeps rebuilds quick.
+$(VENV)/installed: $(INPUTS) | $(VENV)/bin/python
+	.ci/packages $(PYTHON)
+	$(PIP) "setuptools>=77" "pybind11>=2.13"
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+# One install with everything, not one after the other: each compiles csrc.
+$(VENV)/installed-dev: $(INPUTS) | $(VENV)/bin/python
+	.ci/packages $(PYTHON) ffcv
+	$(PIP) "setuptools>=77" "pybind11>=2.13"
+	$(PIP) --no-build-isolation --editable ".[dev,ffcv,dali]"
+	@touch $(VENV)/installed $@
+
+clean:
+	rm -rf build demo *.egg-info dataprep/*.so fastcssl/*.so

@@ -1,0 +1,234 @@
+#include "jpeg.h"
+
+#include <csetjmp>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include <jpeglib.h>
+// jerror.h wants jpeglib.h first.
+#include <jerror.h>
+
+namespace fastcssl::codec {
+namespace {
+
+// 256 megapixels: above every camera, below what would exhaust memory with a few threads.
+constexpr std::uint64_t kMaxPixels = std::uint64_t{1} << 28;
+
+struct ErrorManager {
+  jpeg_error_mgr base;
+  std::jmp_buf jump;
+  char message[JMSG_LENGTH_MAX] = {0};
+  Diagnosis* diagnosis = nullptr;
+};
+
+ErrorManager& manager_of(j_common_ptr cinfo) { return *reinterpret_cast<ErrorManager*>(cinfo->err); }
+
+void on_error(j_common_ptr cinfo) {
+  ErrorManager& errors = manager_of(cinfo);
+  errors.base.format_message(cinfo, errors.message);
+  std::longjmp(errors.jump, 1);
+}
+
+bool is_damage(int code) {
+  switch (code) {
+    case JWRN_HIT_MARKER:     // a marker inside the entropy-coded data
+    case JWRN_JPEG_EOF:       // the file ends before the end-of-image marker
+    case JWRN_HUFF_BAD_CODE:  // no such code
+    case JWRN_ARITH_BAD_CODE:
+    case JWRN_MUST_RESYNC:  // a restart marker is missing or out of order
+      return true;
+    default:
+      return false;
+  }
+}
+
+void on_message(j_common_ptr cinfo, int level) {
+  if (level >= 0) return;  // traces
+  ErrorManager& errors = manager_of(cinfo);
+  errors.base.num_warnings++;
+  if (errors.diagnosis == nullptr) return;
+  Diagnosis& diagnosis = *errors.diagnosis;
+  diagnosis.num_warnings++;
+  char text[JMSG_LENGTH_MAX];
+  errors.base.format_message(cinfo, text);
+  if (diagnosis.first_warning.empty()) diagnosis.first_warning = text;
+  if (diagnosis.damage.empty() && is_damage(errors.base.msg_code)) diagnosis.damage = text;
+}
+
+void on_output(j_common_ptr) {}
+
+void install(ErrorManager& errors, Diagnosis* diagnosis) {
+  jpeg_std_error(&errors.base);
+  errors.base.error_exit = on_error;
+  errors.base.emit_message = on_message;
+  errors.base.output_message = on_output;
+  errors.diagnosis = diagnosis;
+}
+
+// Owns the decompressor, so that it is freed however the function that holds it is left.
+struct Decompressor {
+  jpeg_decompress_struct cinfo;
+  ErrorManager errors;
+
+  explicit Decompressor(Diagnosis& diagnosis) {
+    std::memset(&cinfo, 0, sizeof cinfo);
+    install(errors, &diagnosis);
+    cinfo.err = &errors.base;
+  }
+  ~Decompressor() { jpeg_destroy_decompress(&cinfo); }
+  Decompressor(const Decompressor&) = delete;
+  Decompressor& operator=(const Decompressor&) = delete;
+};
+
+struct Compressor {
+  jpeg_compress_struct cinfo;
+  ErrorManager errors;
+  unsigned char* buffer = nullptr;
+  unsigned long size = 0;
+
+  Compressor() {
+    std::memset(&cinfo, 0, sizeof cinfo);
+    install(errors, nullptr);
+    cinfo.err = &errors.base;
+  }
+  ~Compressor() {
+    jpeg_destroy_compress(&cinfo);
+    std::free(buffer);
+  }
+  Compressor(const Compressor&) = delete;
+  Compressor& operator=(const Compressor&) = delete;
+};
+
+unsigned read_u16(const JOCTET* p, bool little) { return little ? p[0] | p[1] << 8 : p[0] << 8 | p[1]; }
+std::uint32_t read_u32(const JOCTET* p, bool little) {
+  return little ? read_u16(p, true) | std::uint32_t{read_u16(p + 2, true)} << 16
+                : std::uint32_t{read_u16(p, false)} << 16 | read_u16(p + 2, false);
+}
+
+// The orientation in the first image directory of an APP1 Exif segment; 1 when there is none or it makes no sense.
+int exif_orientation(const jpeg_marker_struct* marker) {
+  for (; marker != nullptr; marker = marker->next) {
+    const JOCTET* segment = marker->data;
+    const std::size_t length = marker->data_length;
+    if (marker->marker != JPEG_APP0 + 1 || length < 14 || std::memcmp(segment, "Exif\0\0", 6) != 0) continue;
+    const JOCTET* tiff = segment + 6;
+    const std::size_t tiff_length = length - 6;
+    const bool little = tiff[0] == 'I';
+    const std::size_t directory = read_u32(tiff + 4, little);
+    if (directory + 2 > tiff_length) return 1;
+    const unsigned num_entries = read_u16(tiff + directory, little);
+    for (unsigned i = 0; i < num_entries; ++i) {
+      const std::size_t entry = directory + 2 + 12 * std::size_t{i};
+      if (entry + 12 > tiff_length) return 1;
+      if (read_u16(tiff + entry, little) != 0x0112) continue;
+      const unsigned value = read_u16(tiff + entry + 8, little);
+      return value >= 1 && value <= 8 ? static_cast<int>(value) : 1;
+    }
+  }
+  return 1;
+}
+
+bool is_cmyk(const jpeg_decompress_struct& cinfo) {
+  return cinfo.jpeg_color_space == JCS_CMYK || cinfo.jpeg_color_space == JCS_YCCK;
+}
+
+// Returns to the caller's setjmp when the header is unusable.
+void read_and_check_header(Decompressor& reader, Bytes jpeg, bool keep_exif) {
+  jpeg_create_decompress(&reader.cinfo);
+  if (keep_exif) jpeg_save_markers(&reader.cinfo, JPEG_APP0 + 1, 0xFFFF);
+  jpeg_mem_src(&reader.cinfo, jpeg.data, jpeg.size);
+  jpeg_read_header(&reader.cinfo, TRUE);
+  const std::uint64_t num_pixels = std::uint64_t{reader.cinfo.image_width} * reader.cinfo.image_height;
+  if (num_pixels > kMaxPixels) {
+    std::snprintf(reader.errors.message, sizeof reader.errors.message, "%u x %u pixels, more than %llu are not read",
+                  reader.cinfo.image_width, reader.cinfo.image_height, static_cast<unsigned long long>(kMaxPixels));
+    std::longjmp(reader.errors.jump, 1);
+  }
+}
+
+// 0..255 as Adobe writes it: inverted ink. The product form is the one Pillow uses, so that both agree.
+void cmyk_to_rgb(const JSAMPLE* cmyk, bool inverted, int width, std::uint8_t* rgb) {
+  for (int x = 0; x < width; ++x, cmyk += 4, rgb += 3) {
+    for (int c = 0; c < 3; ++c) {
+      const int ink = inverted ? cmyk[c] : 255 - cmyk[c];
+      const int black = inverted ? cmyk[3] : 255 - cmyk[3];
+      rgb[c] = static_cast<std::uint8_t>((ink * black + 127) / 255);
+    }
+  }
+}
+
+bool fail(const ErrorManager& errors, Diagnosis& diagnosis) {
+  diagnosis.damage = errors.message;
+  return false;
+}
+
+}  // namespace
+
+bool is_jpeg(Bytes file) {
+  return file.size >= 3 && file.data[0] == 0xFF && file.data[1] == 0xD8 && file.data[2] == 0xFF;
+}
+
+bool read_header(Bytes jpeg, JpegHeader& header, Diagnosis& diagnosis) {
+  Decompressor reader(diagnosis);
+  if (setjmp(reader.errors.jump)) return fail(reader.errors, diagnosis);
+  read_and_check_header(reader, jpeg, /*keep_exif=*/true);
+  header.width = static_cast<int>(reader.cinfo.image_width);
+  header.height = static_cast<int>(reader.cinfo.image_height);
+  header.orientation = exif_orientation(reader.cinfo.marker_list);
+  header.convertible = !is_cmyk(reader.cinfo);
+  return true;
+}
+
+bool decode(Bytes jpeg, int reduction, Image& image, Diagnosis& diagnosis) {
+  Decompressor reader(diagnosis);
+  std::vector<JSAMPLE> cmyk;  // declared before setjmp: a longjmp must not skip its destructor
+  jpeg_decompress_struct& cinfo = reader.cinfo;
+  if (setjmp(reader.errors.jump)) return fail(reader.errors, diagnosis);
+  read_and_check_header(reader, jpeg, /*keep_exif=*/false);
+  const bool from_cmyk = is_cmyk(cinfo);
+  cinfo.out_color_space = from_cmyk ? JCS_CMYK : JCS_RGB;
+  cinfo.dct_method = JDCT_ISLOW;
+  cinfo.scale_num = 1;
+  cinfo.scale_denom = static_cast<unsigned>(reduction);
+  jpeg_start_decompress(&cinfo);
+  image.reset(static_cast<int>(cinfo.output_width), static_cast<int>(cinfo.output_height));
+  if (from_cmyk) cmyk.resize(static_cast<std::size_t>(image.width) * 4);
+  while (cinfo.output_scanline < cinfo.output_height) {
+    const int y = static_cast<int>(cinfo.output_scanline);
+    JSAMPROW row = from_cmyk ? cmyk.data() : image.row(y);
+    jpeg_read_scanlines(&cinfo, &row, 1);
+    if (from_cmyk) cmyk_to_rgb(cmyk.data(), cinfo.saw_Adobe_marker, image.width, image.row(y));
+  }
+  jpeg_finish_decompress(&cinfo);
+  return diagnosis.damage.empty();
+}
+
+bool encode(const Image& image, int quality, std::string& jpeg, std::string& error) {
+  Compressor writer;
+  jpeg_compress_struct& cinfo = writer.cinfo;
+  if (setjmp(writer.errors.jump)) {
+    error = writer.errors.message;
+    return false;
+  }
+  jpeg_create_compress(&cinfo);
+  jpeg_mem_dest(&cinfo, &writer.buffer, &writer.size);
+  cinfo.image_width = static_cast<JDIMENSION>(image.width);
+  cinfo.image_height = static_cast<JDIMENSION>(image.height);
+  cinfo.input_components = 3;
+  cinfo.in_color_space = JCS_RGB;
+  jpeg_set_defaults(&cinfo);
+  jpeg_set_quality(&cinfo, quality, TRUE);
+  jpeg_start_compress(&cinfo, TRUE);
+  while (cinfo.next_scanline < cinfo.image_height) {
+    // libjpeg's signature lacks the const that its code keeps.
+    JSAMPROW row = const_cast<JSAMPROW>(image.row(static_cast<int>(cinfo.next_scanline)));
+    jpeg_write_scanlines(&cinfo, &row, 1);
+  }
+  jpeg_finish_compress(&cinfo);
+  jpeg.assign(reinterpret_cast<const char*>(writer.buffer), writer.size);
+  return true;
+}
+
+}  // namespace fastcssl::codec

@@ -1,0 +1,165 @@
+"""What a prepared folder holds: a table of its tasks, and a contact sheet of its images."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from rich import box
+from rich.table import Table as RichTable
+
+from dataprep.encode import Pixels, decode_with_pillow
+from dataprep.manifest import SPLITS, Manifest, ManifestError
+from dataprep.progress import human_bytes, human_seconds
+from dataprep.table import Table, rows_of_ids
+
+_TILE_PX = 112
+_GAP_PX = 6
+_MARGIN_PX = 22
+_CAPTION_PX = 34
+_INK, _FAINT, _PAPER = (28, 32, 38), (110, 118, 128), (250, 250, 248)
+
+
+def task_table(
+    manifest: Manifest,
+    table: Table,
+    *,
+    seconds_by_task: Sequence[float] | None = None,
+    quarantined_by_task: Sequence[int] | None = None,
+) -> RichTable:
+    """A row a task. What only a build knows is added when given."""
+    shown = RichTable(box=box.SIMPLE_HEAD, header_style="bold")
+    shown.add_column("task", justify="right")
+    shown.add_column("name")
+    for heading in ("classes", "train", "val", "bytes", "each", "pixels"):
+        shown.add_column(heading, justify="right")
+    if seconds_by_task is not None:
+        shown.add_column("time", justify="right")
+    if quarantined_by_task is not None:
+        shown.add_column("quarantined", justify="right")
+    total_bytes = 0
+    for number, task in enumerate(manifest.tasks):
+        rows = np.concatenate([_rows(table, manifest, number, name) for name in SPLITS])
+        num_bytes = sum(int(table[f"{format}_bytes"][rows].sum()) for format in manifest.formats)
+        total_bytes += num_bytes
+        cells = [
+            f"{number}",
+            task.name,
+            f"{len(task.classes):,}",
+            f"{task.train.count:,}",
+            f"{task.val.count:,}",
+            human_bytes(num_bytes),
+            human_bytes(num_bytes / max(len(rows), 1)),
+            _pixels(table[rows]),
+        ]
+        if seconds_by_task is not None:
+            cells.append(human_seconds(seconds_by_task[number]))
+        if quarantined_by_task is not None:
+            cells.append(str(quarantined_by_task[number] or "-"))
+        shown.add_row(*cells)
+    if len(manifest.tasks) > 1:
+        shown.add_section()
+        counts = [sum(task.part(name).count for task in manifest.tasks) for name in SPLITS]
+        cells = ["", "all", f"{len(manifest.classes):,}", *(f"{count:,}" for count in counts), human_bytes(total_bytes)]
+        cells += [human_bytes(total_bytes / max(sum(counts), 1)), _pixels(table[table["is_stored"]])]
+        if seconds_by_task is not None:
+            cells.append(human_seconds(sum(seconds_by_task)))
+        if quarantined_by_task is not None:
+            cells.append(str(sum(quarantined_by_task) or "-"))
+        shown.add_row(*cells, style="bold")
+    return shown
+
+
+def description(manifest: Manifest) -> str:
+    """Two lines above the table."""
+    encoding = manifest.encoding
+    stored = f"{', '.join(manifest.formats)} · resize {encoding.resize}"
+    if manifest.formats != ["array"]:
+        stored += f" · quality {encoding.quality} · {encoding.num_passed_through:,} JPEGs passed through untouched"
+    domains = f" · domains {', '.join(manifest.domains)}" if manifest.domains else ""
+    scenario = manifest.scenario
+    tasks = f"{scenario.num_tasks} task{'s' * (scenario.num_tasks != 1)}"
+    return f"{manifest.source.kind} · {scenario.kind} · {tasks} · order {scenario.order}{domains}\n{stored}"
+
+
+def contact_sheet(manifest: Manifest, table: Table, folder: Path, *, num_columns: int = 12) -> Image.Image:
+    """One row of training images a task, spread evenly over it."""
+    width = 2 * _MARGIN_PX + num_columns * (_TILE_PX + _GAP_PX) - _GAP_PX
+    height = 2 * _MARGIN_PX + len(manifest.tasks) * (_TILE_PX + _CAPTION_PX)
+    sheet = Image.new("RGB", (width, height), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    title, small = ImageFont.load_default(15), ImageFont.load_default(12)
+    for number, task in enumerate(manifest.tasks):
+        top = _MARGIN_PX + number * (_TILE_PX + _CAPTION_PX)
+        heading = f"task {number} · {task.name}"
+        draw.text((_MARGIN_PX, top), heading, fill=_INK, font=title)
+        counts = f"{len(task.classes)} classes, {task.train.count:,} train, {task.val.count:,} val"
+        draw.text((width - _MARGIN_PX, top + 2), counts, fill=_FAINT, font=small, anchor="ra")
+        for column, row in enumerate(_spread(table, manifest, number, num_columns)):
+            tile = _tile(read_sample(manifest, table[row], folder))
+            sheet.paste(tile, (_MARGIN_PX + column * (_TILE_PX + _GAP_PX), top + 24))
+    return sheet
+
+
+def read_sample(manifest: Manifest, row: np.void, folder: Path) -> Pixels:
+    """One stored image as RGB, from the first format that holds it."""
+    for format in ("array", "tar"):
+        if format in manifest.formats:
+            path = folder / manifest.shards[int(row[f"{format}_shard"])].path
+            if format == "array":
+                pixels: Pixels = np.load(path, mmap_mode="r", allow_pickle=False)[int(row["array_place"])]
+                return pixels
+            with path.open("rb") as file:
+                file.seek(int(row["tar_place"]))
+                return decode_with_pillow(file.read(int(row["tar_bytes"])))
+    from dataprep.writers.beton import BetonFile
+
+    path = folder / manifest.shards[int(row["ffcv_shard"])].path
+    return decode_with_pillow(BetonFile(path)[int(row["ffcv_place"])].jpeg)
+
+
+def save_png(image: Image.Image, path: Path) -> None:
+    content = io.BytesIO()
+    image.save(content, "PNG", optimize=True)
+    path.write_bytes(content.getvalue())
+
+
+def _rows(table: Table, manifest: Manifest, number: int, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    part = manifest.tasks[number].train if name == "train" else manifest.tasks[number].val
+    return rows_of_ids(table, np.fromiter(part.iter_ids(), np.int64, part.count))
+
+
+def _spread(table: Table, manifest: Manifest, number: int, count: int) -> list[int]:
+    """Rows from as many classes and domains as fit, in a fixed order."""
+    rows = _rows(table, manifest, number, "train")
+    if not len(rows):
+        raise ManifestError(f"Task {number} has no training images to draw.")
+    labels = np.unique(table["label"][rows])
+    domains = np.unique(table["domain"][rows])
+    chosen: list[int] = []
+    for i in range(count):
+        label = labels[i * len(labels) // count] if len(labels) >= count else labels[i % len(labels)]
+        pool = rows[(table["label"][rows] == label)]
+        wanted = pool[table["domain"][pool] == domains[i % len(domains)]]
+        pool = wanted if len(wanted) else pool
+        chosen.append(int(pool[(i * 7) % len(pool)]))
+    return chosen
+
+
+def _tile(pixels: Pixels) -> Image.Image:
+    """The centre square; small images are enlarged without smoothing beyond recognition."""
+    image = Image.fromarray(np.asarray(pixels))
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    square = image.crop((left, top, left + side, top + side))
+    return square.resize((_TILE_PX, _TILE_PX), Image.Resampling.BICUBIC if side >= 24 else Image.Resampling.NEAREST)
+
+
+def _pixels(rows: Table) -> str:
+    """Stored sizes: one, or the range."""
+    if not len(rows):
+        return "-"
+    sides = np.concatenate([rows["width"], rows["height"]])
+    low, high = int(sides.min()), int(sides.max())
+    return f"{low}x{low}" if low == high else f"{low}-{high}"

@@ -1,0 +1,181 @@
+"""One image -> the bytes that are stored.
+
+JPEGs are read, checked, resized and re-encoded by native threads (dataprep._codec). Other formats are decoded by
+Pillow, whose decoders also release the interpreter lock, and then join the same native path.
+"""
+
+import io
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from dataprep._codec import Status, Stored, Transcoder
+from dataprep.errors import PrepError
+from dataprep.samples import Sample
+
+Pixels = npt.NDArray[np.uint8]
+Check = Literal["full", "header"]
+MAX_SIDE_PX = 65_535  # what FFCV's and the sample table's columns hold, and more than JPEG's own limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """`short` and `max` only ever shrink; `square` cuts the centre square and makes it exactly `size_px`."""
+
+    fit: Literal["none", "short", "max", "square"] = "none"
+    size_px: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Resize":
+        if text == "none":
+            return cls()
+        match = re.fullmatch(r"(short|max|square):(\d+)", text)
+        if match is None or not 8 <= int(match[2]) <= MAX_SIDE_PX:
+            raise PrepError(f"--resize {text} is not understood. Use short:256, max:500, square:96 or none.")
+        return cls(fit=match[1], size_px=int(match[2]))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return self.fit if self.fit == "none" else f"{self.fit}:{self.size_px}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    resize: Resize = Resize()
+    quality: int = 90
+    check: Check = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Encoded:
+    """`fault` set: the image is damaged and holds nothing else."""
+
+    sample: Sample
+    width: int = 0
+    height: int = 0
+    jpeg: bytes = b""
+    pixels: Pixels | None = None
+    passed_through: bool = False
+    num_warnings: int = 0
+    fault: str = ""
+
+
+def encode_all(
+    samples: Iterable[Sample],
+    payload: Callable[[Sample], Path | bytes | Pixels],
+    encoding: Encoding,
+    *,
+    want_jpeg: bool,
+    want_pixels: bool,
+    num_threads: int,
+) -> Iterator[Encoded]:
+    """Every sample, in order, with `num_threads` at work and a bounded number in flight."""
+    native = _transcoder(encoding, want_jpeg=want_jpeg, want_pixels=want_pixels, num_threads=num_threads)
+    submitted: deque[Sample] = deque()
+    finished: deque[Future[Encoded]] = deque()
+    room = 4 * num_threads + 8
+    waiting = iter(samples)
+    exhausted = False
+
+    def through_pillow(sample: Sample, file: bytes) -> Encoded:
+        try:
+            return _encoded(sample, native.store_pixels(decode_with_pillow(file)), want_pixels)
+        except ImageFault as fault:
+            return Encoded(sample=sample, fault=str(fault))
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="pillow") as pillow:
+        try:
+            while True:
+                while not exhausted and len(submitted) + len(finished) < room:
+                    sample = next(waiting, None)
+                    exhausted = sample is None
+                    if sample is not None:
+                        _submit(native, payload(sample))
+                        submitted.append(sample)
+                if submitted and not (finished and finished[0].done()) and len(finished) < room // 2:
+                    sample, stored = submitted.popleft(), native.pop()
+                    if stored.status == Status.foreign:
+                        finished.append(pillow.submit(through_pillow, sample, stored.file))
+                    else:
+                        done: Future[Encoded] = Future()
+                        done.set_result(_encoded(sample, stored, want_pixels))
+                        finished.append(done)
+                elif finished:
+                    yield finished.popleft().result()
+                else:
+                    return
+        finally:
+            pillow.shutdown(wait=True, cancel_futures=True)
+
+
+class ImageFault(Exception):
+    """The image cannot be decoded; the text says why."""
+
+
+def decode_with_pillow(file: bytes) -> Pixels:
+    """RGB as a person would see it: upright, 16-bit samples scaled, transparency over white, first frame."""
+    try:
+        with Image.open(io.BytesIO(file)) as opened:
+            opened.load()
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I"):
+                # 16-bit grey. Pillow's own conversion would clip it at 255.
+                grey = np.clip(np.rint(np.asarray(image).astype(np.float64) / 257.0), 0, 255).astype(np.uint8)
+                return np.ascontiguousarray(np.repeat(grey[:, :, None], 3, axis=2))
+            if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return np.ascontiguousarray(np.asarray(image.convert("RGB")))
+    except Image.DecompressionBombError as error:
+        raise ImageFault(str(error)) from None
+    except UnidentifiedImageError:
+        raise ImageFault("it is not an image of a known format") from None
+    # Pillow's plugins raise whatever their parsers stumble over.
+    except (OSError, ValueError, SyntaxError, IndexError, KeyError, TypeError, EOFError, MemoryError) as error:
+        raise ImageFault(f"it cannot be decoded ({error})") from None
+
+
+def _transcoder(encoding: Encoding, *, want_jpeg: bool, want_pixels: bool, num_threads: int) -> Transcoder:
+    return Transcoder(
+        fit=encoding.resize.fit,
+        size=encoding.resize.size_px,
+        quality=encoding.quality,
+        check_in_full=encoding.check == "full",
+        want_jpeg=want_jpeg,
+        want_pixels=want_pixels,
+        num_threads=num_threads,
+    )
+
+
+def _submit(codec: Transcoder, payload: Path | bytes | Pixels) -> None:
+    if isinstance(payload, Path):
+        codec.submit_path(os.fsencode(payload))
+    elif isinstance(payload, bytes):
+        codec.submit_file(payload)
+    else:
+        codec.submit_pixels(payload)
+
+
+def _encoded(sample: Sample, stored: Stored, want_pixels: bool) -> Encoded:
+    if stored.status != Status.ok:
+        return Encoded(sample=sample, fault=stored.fault)
+    if max(stored.width, stored.height) > MAX_SIDE_PX:
+        return Encoded(sample=sample, fault=f"{stored.width} x {stored.height} pixels are more than a shard can hold")
+    pixels = np.frombuffer(stored.pixels, np.uint8).reshape(stored.height, stored.width, 3) if want_pixels else None
+    return Encoded(
+        sample=sample,
+        width=stored.width,
+        height=stored.height,
+        jpeg=stored.jpeg,
+        pixels=pixels,
+        passed_through=stored.passed_through,
+        num_warnings=stored.num_warnings,
+    )

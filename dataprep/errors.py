@@ -1,0 +1,25 @@
+"""The one exception that a user's input or machine can cause: a sentence that names the thing and the remedy."""
+
+import errno
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class PrepError(Exception):
+    """Shown to the user as it is, without a traceback; the command ends with status 2."""
+
+
+def output_error(out: object, error: OSError) -> PrepError:
+    """What an operating-system error while writing below `out` means to the user."""
+    if error.errno in _NO_SPACE:
+        return PrepError(
+            f"The disk of {out} is full ({error.strerror}). Whole shards are kept: free some space and run the "
+            "same command again to go on."
+        )
+    if error.errno in _NO_PERMISSION:
+        return PrepError(
+            f"Cannot write into {out} ({error.strerror}). Choose a folder you may write to with --out, "
+            "or change its permissions."
+        )
+    return PrepError(f"Writing into {out} failed: {error}. Check the path and the disk, then run the same command.")

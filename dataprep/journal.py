@@ -1,0 +1,181 @@
+"""What a build has finished, so that the next start goes on after it.
+
+DIR/.build/job.json     what is being built; another job in the same folder is refused with the difference named
+DIR/.build/journal      one JSON line a sealed part, appended after its files are whole and synced
+DIR/.build/rows/        the sample-table rows of every part
+DIR/.build/spool/       tar parts that only serve to make a derived format
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dataprep.errors import PrepError
+from dataprep.manifest import SplitName, write_atomically
+
+FOLDER = ".build"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedFile:
+    path: str  # relative to the output folder
+    format: str
+    bytes: int
+    sha256: str
+    count: int
+    index: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedPart:
+    """A run of consecutive samples of one task and split. `part` -1: a derived file over all of its parts."""
+
+    task: int
+    split: SplitName
+    part: int
+    num_consumed: int  # samples, quarantined ones included
+    num_passed_through: int
+    num_warnings: int
+    seconds: float
+    files: list[SealedFile]
+    quarantine: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return part_name(self.task, self.split, self.part)
+
+
+def part_name(task: int, split: SplitName, part: int) -> str:
+    return f"task-{task:02d}/{split}" + (f"-{part:05d}" if part >= 0 else "")
+
+
+class Journal:
+    """Holds the folder's lock while open."""
+
+    def __init__(self, out: Path, job: dict[str, Any]) -> None:
+        self.out = out
+        self.folder = out / FOLDER
+        self.parts: list[SealedPart] = []
+        out.mkdir(parents=True, exist_ok=True)
+        # A record lock: it ends with this process, however it ends, and children do not inherit it.
+        self._lock = (out / ".lock").open("a+")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise PrepError(
+                f"Another fastcssl-prep is writing into {out}. Wait for it, or choose another --out."
+            ) from None
+        try:
+            self._open(job)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _open(self, job: dict[str, Any]) -> None:
+        self._refuse_strangers()
+        (self.folder / "rows").mkdir(parents=True, exist_ok=True)
+        job_file = self.folder / "job.json"
+        if job_file.exists():
+            refuse_other_job(self.out, _load_json(job_file), job)
+        else:
+            write_atomically(job_file, json.dumps(job, indent=1).encode())
+        self._path = self.folder / "journal"
+        self._path.touch()
+        whole = 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            try:
+                content = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                content = None
+            if content is None:
+                break  # cut off while it was written: that part is made again
+            files = [SealedFile(**file) for file in content.pop("files")]
+            part = SealedPart(**content, files=files)
+            if not all(self._is_there(file) for file in files):
+                break
+            self.parts.append(part)
+            whole += len(line)
+        self._file = self._path.open("r+b")
+        self._file.truncate(whole)
+        self._file.seek(whole)
+        self._remove_unsealed()
+
+    def _refuse_strangers(self) -> None:
+        if self.folder.exists():
+            return
+        strange = sorted(entry.name for entry in os.scandir(self.out) if entry.name != ".lock")
+        if strange:
+            raise PrepError(
+                f"{self.out} already holds other files, such as {strange[0]}. Choose an empty folder with --out."
+            )
+
+    def _is_there(self, file: SealedFile) -> bool:
+        path = self.out / file.path
+        return path.is_file() and path.stat().st_size == file.bytes
+
+    def _remove_unsealed(self) -> None:
+        sealed = {file.path for part in self.parts for file in part.files}
+        sealed |= {file.index["path"] for part in self.parts for file in part.files if file.index}
+        for root in (self.out, self.folder / "spool"):
+            for path in root.glob("task-*/*"):
+                if path.relative_to(self.out).as_posix() not in sealed:
+                    path.unlink()
+
+    def seal(self, part: SealedPart) -> None:
+        self._file.write(json.dumps(asdict(part)).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.parts.append(part)
+
+    def rows_path(self, task: int, split: SplitName, part: int) -> Path:
+        return self.folder / "rows" / (part_name(task, split, part).replace("/", "-") + ".npy")
+
+    def of(self, task: int, split: SplitName) -> list[SealedPart]:
+        return [part for part in self.parts if part.task == task and part.split == split and part.part >= 0]
+
+    def derived(self, task: int, split: SplitName, format: str) -> SealedFile | None:
+        for part in self.parts:
+            if (part.task, part.split, part.part) == (task, split, -1) and part.files[0].format == format:
+                return part.files[0]
+        return None
+
+    def remove(self) -> None:
+        """The manifest stands: the journal has served."""
+        self._file.close()
+        shutil.rmtree(self.folder)
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._lock.close()
+
+
+def refuse_other_job(out: Path, there: dict[str, Any], asked: dict[str, Any]) -> None:
+    differences = [
+        f"{key} is {there.get(key)!r} there and {asked.get(key)!r} now"
+        for key in sorted(set(there) | set(asked))
+        if there.get(key) != asked.get(key)
+    ]
+    if differences:
+        raise PrepError(
+            f"{out} was begun with another configuration: {'; '.join(differences)}. "
+            "Use the same configuration to go on, or another --out."
+        )
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PrepError(f"{path} cannot be read ({error}). Remove the folder and build again.") from None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,276 @@
+"""The one contract between preparing and training: what exists, in which order, with which checksums.
+
+One JSON file beside the shards, written last and atomically: its presence means that the data set is complete. Several
+manifests may stand over the same shards, each a different split of them into tasks. Standard library only, and nothing
+in it is ever executed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, get_args, get_type_hints
+
+SCHEMA_VERSION = 1
+DEFAULT_NAME = "manifest"
+SplitName = Literal["train", "val"]
+SPLITS: tuple[SplitName, ...] = ("train", "val")
+
+
+class ManifestError(Exception):
+    """A sentence: which file, what is wrong with it, what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    path: str  # relative to the manifest's folder, with forward slashes
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    path: str
+    bytes: int
+    sha256: str
+    format: str
+    split: SplitName
+    count: int
+    index: FileEntry | None = None  # tar: the index that DALI's WebDataset reader takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSplit:
+    count: int
+    ids: str  # sorted sample ids as ranges, such as "0-499,612"
+    shards: dict[str, list[int]]  # for each format, which of the manifest's shards hold them
+
+    def iter_ids(self) -> Iterable[int]:
+        return parse_ids(self.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskEntry:
+    name: str
+    classes: list[int]
+    domains: list[int]
+    train: TaskSplit
+    val: TaskSplit
+
+    def part(self, split: SplitName) -> TaskSplit:
+        return self.train if split == "train" else self.val
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioEntry:
+    kind: str
+    num_tasks: int
+    order: str  # "reference", or "seed S"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceEntry:
+    kind: str
+    fingerprint: str
+    num_train: int
+    num_val: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodingEntry:
+    resize: str
+    quality: int
+    check: str
+    shard_mb: int
+    limit_per_class: int | None
+    num_passed_through: int
+    num_warnings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineEntry:
+    id: int
+    path: str  # in the source
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    schema: int
+    name: str
+    source: SourceEntry
+    scenario: ScenarioEntry
+    encoding: EncodingEntry
+    classes: list[str]
+    domains: list[str]
+    formats: list[str]
+    samples: FileEntry  # the sample table, see dataprep.table
+    keys: FileEntry  # the source's name of every sample, one a line, in the table's order
+    shards: list[ShardEntry]
+    tasks: list[TaskEntry]
+    quarantine: list[QuarantineEntry]
+
+    def shards_of(self, format: str) -> list[ShardEntry]:
+        return [shard for shard in self.shards if shard.format == format]
+
+    def files(self) -> list[FileEntry]:
+        """Everything that must be there besides the manifest."""
+        found = [self.samples, self.keys]
+        for shard in self.shards:
+            found.append(FileEntry(path=shard.path, bytes=shard.bytes, sha256=shard.sha256))
+            if shard.index is not None:
+                found.append(shard.index)
+        return found
+
+    def save(self, folder: Path) -> Path:
+        path = folder / f"{self.name}.json"
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        write_atomically(path, text.encode())
+        return path
+
+
+def manifest_path(where: Path) -> Path:
+    """A manifest from its own path, or a folder's default one."""
+    if where.is_dir():
+        path = where / f"{DEFAULT_NAME}.json"
+        if not path.is_file():
+            unfinished = (where / ".build").exists()
+            raise ManifestError(
+                f"{where} holds an unfinished build. Run the same fastcssl-prep build command again to complete it."
+                if unfinished
+                else f"{where} holds no {path.name}. Prepare data with fastcssl-prep build SOURCE --out {where}."
+            )
+        return path
+    if not where.is_file():
+        raise ManifestError(f"{where} does not exist. Give a prepared folder, or one of its manifests.")
+    return where
+
+
+def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
+    """Refuses what is not whole: an unknown version, a missing or short file, a path that leaves the folder."""
+    path = manifest_path(where)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{path} is not valid JSON ({error}). Restore it or run fastcssl-prep again.") from None
+    version = content.get("schema") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ManifestError(
+            f"{path} has schema version {version!r}; this version of fastcssl reads {SCHEMA_VERSION}. "
+            "Prepare the data again, or use the version that wrote it."
+        )
+    manifest: Manifest = _typed(Manifest, content, str(path))
+    _check(manifest, path)
+    if check_sizes:
+        for entry in manifest.files():
+            file = path.parent / entry.path
+            size = file.stat().st_size if file.is_file() else None
+            if size != entry.bytes:
+                found = "is missing" if size is None else f"has {size} bytes instead of {entry.bytes}"
+                raise ManifestError(f"{file} {found}. Restore it from a copy, or build the data set again.")
+    return manifest
+
+
+def _check(manifest: Manifest, path: Path) -> None:
+    for entry in manifest.files():
+        parts = PurePosixPath(entry.path)
+        inside = not parts.is_absolute() and ".." not in parts.parts and "\\" not in entry.path and parts.parts
+        if not inside or not (path.parent / entry.path).resolve().is_relative_to(path.parent.resolve()):
+            raise ManifestError(f"{path} names {entry.path!r}, which leaves its folder. It is refused.")
+    if manifest.scenario.num_tasks != len(manifest.tasks):
+        raise ManifestError(f"{path} says {manifest.scenario.num_tasks} tasks but lists {len(manifest.tasks)}.")
+    for number, task in enumerate(manifest.tasks):
+        for split in SPLITS:
+            part = task.part(split)
+            if any(not 0 <= i < len(manifest.shards) for shards in part.shards.values() for i in shards):
+                raise ManifestError(f"{path}: task {number} names a shard that the manifest does not list.")
+            try:
+                count = sum(last - first + 1 for first, last in _parse_ranges(part.ids))
+            except ValueError as error:
+                raise ManifestError(f"{path}: task {number}, {split}: {error}.") from None
+            if count != part.count:
+                raise ManifestError(f"{path}: task {number} lists {count} {split} ids but says {part.count}.")
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """`value` from JSON as `kind`, every field present, known and of its declared type."""
+    if hasattr(kind, "__dataclass_fields__"):
+        hints = get_type_hints(kind)
+        if not isinstance(value, dict):
+            raise ManifestError(f"{where}: expected an object, found {type(value).__name__}.")
+        if set(value) != set(hints):
+            strange = sorted(set(value) ^ set(hints))[0]
+            raise ManifestError(f"{where}: the key '{strange}' is {'unknown' if strange in value else 'missing'}.")
+        return kind(**{name: _typed(hint, value[name], f"{where}: {name}") for name, hint in hints.items()})
+    origin, args = getattr(kind, "__origin__", None), get_args(kind)
+    if origin is list and isinstance(value, list):
+        return [_typed(args[0], item, where) for item in value]
+    if origin is dict and isinstance(value, dict):
+        return {key: _typed(args[1], item, where) for key, item in value.items()}
+    if origin is Literal and value in args:
+        return value
+    if type(None) in args:  # optional
+        return None if value is None else _typed(args[0], value, where)
+    if isinstance(kind, type) and origin is None and isinstance(value, kind) and not (kind is int and value is True):
+        return value
+    raise ManifestError(f"{where}: {value!r:.60} is not what belongs there.")
+
+
+def format_ids(sorted_ids: Iterable[int]) -> str:
+    ranges: list[list[int]] = []
+    for i in sorted_ids:
+        if ranges and ranges[-1][1] == i - 1:
+            ranges[-1][1] = i
+        else:
+            ranges.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def parse_ids(text: str) -> Iterable[int]:
+    for first, last in _parse_ranges(text):
+        yield from range(first, last + 1)
+
+
+def _parse_ranges(text: str) -> Iterable[tuple[int, int]]:
+    previous = -1
+    for item in filter(None, text.split(",")):
+        begin, _, end = item.partition("-")
+        if not begin.isdecimal() or (end and not end.isdecimal()):
+            raise ValueError(f"'{item[:40]}' is not a range of ids")
+        first, last = int(begin), int(end or begin)
+        if first <= previous or last < first:
+            raise ValueError(f"'{item[:40]}' is out of order")
+        previous = last
+        yield first, last
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def entry_of(path: Path, folder: Path) -> FileEntry:
+    return FileEntry(path=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=sha256_of(path))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """After a crash the file is either the old one or the whole new one."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

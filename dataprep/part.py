@@ -1,0 +1,113 @@
+"""One part: a run of samples written by every streamed format at once, then sealed."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataprep.encode import Encoded
+from dataprep.errors import PrepError
+from dataprep.journal import SealedFile, SealedPart
+from dataprep.manifest import QuarantineEntry, SplitName, entry_of, sha256_of, sync_folder
+from dataprep.progress import human_bytes
+from dataprep.table import save_table, table_dtype
+from dataprep.writers import ShardWriter, StreamedFormat
+
+_UNFINISHED = ".part"
+
+
+class Part:
+    def __init__(
+        self,
+        task: int,
+        split: SplitName,
+        number: int,
+        targets: Mapping[StreamedFormat, Path],
+        *,
+        limit_bytes: int,
+    ) -> None:
+        self.task, self.split, self.number = task, split, number
+        self._targets = dict(targets)
+        self._limit_bytes = limit_bytes
+        self._writers: dict[StreamedFormat, ShardWriter] = {}
+        self._rows: list[tuple[Any, ...]] = []
+        self._quarantine: list[QuarantineEntry] = []
+        self._num_passed_through = 0
+        self._num_warnings = 0
+        self._began = time.monotonic()
+        for format, path in self._targets.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._writers[format] = format.open(path.with_name(path.name + _UNFINISHED))
+
+    def overflows(self, encoded: Encoded) -> bool:
+        """Whether a new part must begin before this sample."""
+        largest = max(writer.size_with(encoded) for writer in self._writers.values())
+        if largest <= self._limit_bytes:
+            return False
+        if not self._rows:
+            raise PrepError(
+                f"{encoded.sample.key} needs {human_bytes(largest)}, more than a whole shard of "
+                f"{human_bytes(self._limit_bytes)}. Raise --shard-mb, or shrink images with --resize."
+            )
+        return True
+
+    def add(self, encoded: Encoded) -> None:
+        sample = encoded.sample
+        places = [number for writer in self._writers.values() for number in (-1, *writer.add(encoded))]
+        self._rows.append(
+            (sample.id, sample.label, sample.domain, sample.is_val, True, encoded.width, encoded.height, *places)
+        )
+        self._num_passed_through += encoded.passed_through
+        self._num_warnings += encoded.num_warnings > 0
+
+    def quarantine(self, encoded: Encoded) -> None:
+        self._quarantine.append(QuarantineEntry(id=encoded.sample.id, path=encoded.sample.key, reason=encoded.fault))
+
+    def seal(self, out: Path, rows_path: Path) -> SealedPart:
+        """Files whole and in their places; the caller journals the result, which is what makes them count."""
+        files = [self._seal_file(format, path, out) for format, path in self._targets.items()] if self._rows else []
+        if not self._rows:
+            self.abandon()
+        save_table(np.array(self._rows, table_dtype([f.name for f in self._targets])), rows_path)
+        return SealedPart(
+            task=self.task,
+            split=self.split,
+            part=self.number,
+            num_consumed=len(self._rows) + len(self._quarantine),
+            num_passed_through=self._num_passed_through,
+            num_warnings=self._num_warnings,
+            seconds=time.monotonic() - self._began,
+            files=files,
+            quarantine=[asdict(entry) for entry in self._quarantine],
+        )
+
+    def _seal_file(self, format: StreamedFormat, path: Path, out: Path) -> SealedFile:
+        writer = self._writers[format]
+        writer.finish()
+        unfinished = path.with_name(path.name + _UNFINISHED)
+        digest = sha256_of(unfinished)
+        os.replace(unfinished, path)
+        index = None
+        if writer.index is not None:
+            index_path = path.with_name(path.name + ".idx")
+            os.replace(writer.index, index_path)
+            index = asdict(entry_of(index_path, out))
+        sync_folder(path.parent)
+        return SealedFile(
+            path=path.relative_to(out).as_posix(),
+            format=format.name,
+            bytes=path.stat().st_size,
+            sha256=digest,
+            count=len(self._rows),
+            index=index,
+        )
+
+    def abandon(self) -> None:
+        for format, writer in self._writers.items():
+            writer.abandon()
+            path = self._targets[format]
+            path.with_name(path.name + _UNFINISHED).unlink(missing_ok=True)

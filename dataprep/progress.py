@@ -1,0 +1,97 @@
+"""How far the work is: a live bar on a terminal, a plain line every few seconds elsewhere."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+_LINE_SECONDS = 5.0
+
+
+def human_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {rest:02d}s" if minutes else f"{seconds:.1f}s"
+
+
+class _Rates(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.speed or 0.0
+        per_image = task.fields["num_bytes"] / max(task.completed, 1)
+        return Text(f"{speed:,.0f} images/s · {speed * per_image / 1e6:,.1f} MB/s", style="cyan")
+
+
+class Meter:
+    """Counts images and bytes over the whole job and shows them under a changing label."""
+
+    def __init__(self, console: Console, total: int, *, resumed: int = 0, resumed_bytes: int = 0) -> None:
+        self._console = console
+        self._total = total
+        self._done, self._num_bytes = resumed, resumed_bytes
+        self._resumed, self._resumed_bytes = resumed, resumed_bytes
+        self._label = ""
+        self._began = self._last_line = self._last_update = time.monotonic()
+        self._live: Progress | None = None
+        if console.is_terminal:
+            self._live = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+                _Rates(),
+                TextColumn("[dim]ETA"),
+                TimeRemainingColumn(compact=True),
+                console=console,
+                transient=True,
+                expand=True,
+            )
+            self._id = self._live.add_task("", total=total, completed=resumed, num_bytes=resumed_bytes)
+
+    def __enter__(self) -> "Meter":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def label(self, text: str) -> None:
+        if text == self._label:
+            return
+        self._label = text
+        if self._live:
+            self._live.update(self._id, description=text)
+
+    def advance(self, num_images: int = 1, num_bytes: int = 0) -> None:
+        self._done += num_images
+        self._num_bytes += num_bytes
+        now = time.monotonic()
+        # rich takes a lock and the clock for every call: ten a second are enough for the eye.
+        if self._live and now - self._last_update > 0.1:
+            self._last_update = now
+            self._live.update(self._id, completed=self._done, num_bytes=self._num_bytes)
+        elif not self._live and now - self._last_line > _LINE_SECONDS:
+            self._last_line = now
+            seconds = now - self._began
+            rate = (self._done - self._resumed) / seconds
+            megabytes = (self._num_bytes - self._resumed_bytes) / seconds / 1e6
+            left = human_seconds((self._total - self._done) / rate) if rate else "unknown"
+            self._console.print(
+                f"{self._label}: {self._done:,}/{self._total:,} images, {rate:,.0f} images/s, "
+                f"{megabytes:,.1f} MB/s, ETA {left}",
+                highlight=False,
+            )

@@ -1,0 +1,80 @@
+"""A data set on disk -> ordered samples. One file a family; `open_source` finds it by the word before the colon."""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from dataprep.errors import PrepError
+from dataprep.samples import Sample, Samples
+
+Payload = Path | bytes | npt.NDArray[np.uint8]  # a file, its bytes, or pixels [height, width, 3]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Source:
+    kind: str
+    classes: tuple[str, ...]  # name of every label
+    domains: tuple[str, ...]  # name of every domain; empty where there are none
+    samples: Samples
+    payload: Callable[[Sample], Payload]
+    one_size: tuple[int, int] | None = None  # (height, width) when every image has it
+    notes: tuple[str, ...] = ()  # decisions that the user should see
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRequest:
+    kind: str
+    where: str  # what stands behind the colon
+    classes_file: Path | None = None
+    domains: tuple[str, ...] = ()
+
+    def root(self) -> Path:
+        if not self.where:
+            raise PrepError(f"The source '{self.kind}' needs a folder: {self.kind}:PATH.")
+        root = Path(self.where).expanduser()
+        if not root.is_dir():
+            what = "is a file, not a folder" if root.exists() else "does not exist"
+            raise PrepError(f"{root} {what}. Give the data set's folder as {self.kind}:PATH.")
+        return root
+
+    def refuse(self, *, classes: bool = False, domains: bool = False) -> None:
+        """Stops when the user asks for a selection that this source cannot make."""
+        if classes and self.classes_file is not None:
+            raise PrepError(f"--classes does not apply to the source '{self.kind}'. Leave it out.")
+        if domains and self.domains:
+            raise PrepError(f"--domains does not apply to the source '{self.kind}'. Leave it out.")
+
+
+def families() -> dict[str, ModuleType]:
+    """Every kind of source -> the module that opens it."""
+    found: dict[str, ModuleType] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        found.update({kind: module for kind in getattr(module, "KINDS", ())})
+    return found
+
+
+def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[str, ...] = ()) -> Source:
+    """`spec` is KIND or KIND:WHERE, such as imagenet100:/data/imagenet."""
+    kind, _, where = spec.partition(":")
+    known = families()
+    if kind not in known:
+        near = difflib.get_close_matches(kind, known, n=1)
+        hint = f"Did you mean '{near[0]}:...'?" if near else f"Known kinds: {', '.join(sorted(known))}."
+        if Path(spec).expanduser().exists():
+            hint = f"For any folder of images write folder:{spec}."
+        raise PrepError(f"'{spec}' is not a source. {hint}")
+    request = SourceRequest(kind=kind, where=where, classes_file=classes_file, domains=domains)
+    source: Source = known[kind].open_source(request)
+    if not len(source.samples):
+        raise PrepError(f"{spec} holds no images.")
+    if not (~source.samples.is_val_S).any():
+        raise PrepError(f"{spec} holds validation images but no training images.")
+    return source

@@ -1,0 +1,66 @@
+"""Listing folders of images, one folder a class, in the order that torchvision's ImageFolder gives."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from dataprep.errors import PrepError
+
+IMAGE_SUFFIXES = frozenset(
+    (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+)
+
+
+def is_image(name: str) -> bool:
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def subfolders(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+
+
+def images_below(folder: Path) -> list[str]:
+    """Paths relative to `folder`, slash-separated: by folder, then by name."""
+    found: list[str] = []
+    for here, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        prefix = os.path.relpath(here, folder)
+        prefix = "" if prefix == "." else prefix.replace(os.sep, "/") + "/"
+        found.extend(prefix + name for name in sorted(names) if is_image(name))
+    return found
+
+
+def class_images(root: Path, split: str, classes: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """(key, label) of every image in root/split/class, classes in the given order."""
+    for label, name in enumerate(classes):
+        folder = root / split / name if split else root / name
+        if folder.is_dir():
+            prefix = f"{split}/{name}/" if split else f"{name}/"
+            yield from ((prefix + image, label) for image in images_below(folder))
+
+
+def read_class_list(file: Path) -> tuple[str, ...]:
+    """One class a line (anything after the first word is ignored), sorted: label = rank, as ImageFolder counts."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PrepError(f"The class list {file} cannot be read ({error}). Give --classes a text file.") from None
+    names = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not names:
+        raise PrepError(f"The class list {file} names no class. Write one class folder's name a line.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise PrepError(f"The class list {file} names {twice[0]} twice. Remove the repetition.")
+    return tuple(sorted(names))
+
+
+def choose_classes(available: list[str], wanted: tuple[str, ...], *, where: Path, listed_in: str) -> tuple[str, ...]:
+    missing = sorted(set(wanted) - set(available))
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise PrepError(
+            f"{where} lacks {len(missing)} of the {len(wanted)} classes of {listed_in}: {shown}. "
+            "Complete the folder, or give the list of the classes you have with --classes FILE."
+        )
+    return wanted

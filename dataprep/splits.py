@@ -1,0 +1,180 @@
+"""Manifests over finished shards: the first one, and every further split of the same samples."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dataprep.errors import PrepError
+from dataprep.journal import Journal
+from dataprep.manifest import (
+    DEFAULT_NAME,
+    SCHEMA_VERSION,
+    SPLITS,
+    EncodingEntry,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    QuarantineEntry,
+    ScenarioEntry,
+    ShardEntry,
+    SourceEntry,
+    TaskEntry,
+    TaskSplit,
+    entry_of,
+    format_ids,
+    load_manifest,
+    manifest_path,
+    write_atomically,
+)
+from dataprep.samples import Samples
+from dataprep.scenario import Scenario, Split, split
+from dataprep.table import Table, empty_table, load_table, samples_of, save_table
+
+if TYPE_CHECKING:
+    from dataprep.build import BuildJob
+
+_RESERVED = {DEFAULT_NAME, "samples", "keys"}
+
+
+def order_name(scenario: Scenario) -> str:
+    return "reference" if scenario.seed is None else f"seed {scenario.seed}"
+
+
+def assemble(job: "BuildJob", plan: Split, journal: Journal) -> Manifest:
+    """The sample table, the keys and the first manifest of a data set whose parts are all sealed."""
+    out, source = job.out, job.source
+    stored = list(job.formats)
+    table = empty_table(source.samples, stored)
+    shards: list[ShardEntry] = []
+    for part in sorted(journal.parts, key=lambda p: (p.task, p.split, p.part)):
+        for file in part.files:
+            if file.format not in stored:
+                continue  # a spooled tar
+            rows = _rows_of_file(journal, part.task, part.split, part.part)
+            at = np.searchsorted(table["id"], rows["id"])
+            for column in ("is_stored", "width", "height"):
+                table[column][at] = rows[column]
+            table[f"{file.format}_shard"][at] = len(shards)
+            derived = part.part < 0
+            place = np.arange(len(rows)) if derived else rows[f"{file.format}_place"]
+            table[f"{file.format}_place"][at] = place
+            table[f"{file.format}_bytes"][at] = rows["tar_bytes" if derived else f"{file.format}_bytes"]
+            shards.append(
+                ShardEntry(
+                    path=file.path,
+                    bytes=file.bytes,
+                    sha256=file.sha256,
+                    format=file.format,
+                    split=part.split,
+                    count=file.count,
+                    index=FileEntry(**file.index) if file.index else None,
+                )
+            )
+    save_table(table, out / "samples.npy")
+    keys = "".join(f"{_one_line(source.samples.key(row))}\n" for row in range(len(source.samples)))
+    write_atomically(out / "keys.txt", keys.encode("utf-8", "surrogateescape"))
+    num_val = int(source.samples.is_val_S.sum())
+    manifest = Manifest(
+        schema=SCHEMA_VERSION,
+        name=DEFAULT_NAME,
+        source=SourceEntry(
+            kind=source.kind,
+            fingerprint=source.samples.fingerprint(),
+            num_train=len(source.samples) - num_val,
+            num_val=num_val,
+        ),
+        scenario=_scenario_entry(job.scenario),
+        encoding=EncodingEntry(
+            resize=str(job.encoding.resize),
+            quality=job.encoding.quality,
+            check=job.encoding.check,
+            shard_mb=job.shard_mb,
+            limit_per_class=job.limit_per_class,
+            num_passed_through=sum(part.num_passed_through for part in journal.parts),
+            num_warnings=sum(part.num_warnings for part in journal.parts),
+        ),
+        classes=list(source.classes),
+        domains=list(source.domains),
+        formats=stored,
+        samples=entry_of(out / "samples.npy", out),
+        keys=entry_of(out / "keys.txt", out),
+        shards=shards,
+        tasks=_task_entries(plan, table, source.samples, stored),
+        quarantine=[QuarantineEntry(**entry) for part in journal.parts for entry in part.quarantine],
+    )
+    manifest.save(out)
+    return manifest
+
+
+def resplit(where: Path, scenario: Scenario, name: str) -> Manifest:
+    """Another manifest over the shards of `where`. No shard is read or written."""
+    if name in _RESERVED or not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name[0] == ".":
+        raise PrepError(
+            f"--name {name!r} cannot be used. Use letters, digits, '-', '_' and '.', and not {DEFAULT_NAME}."
+        )
+    try:
+        path = manifest_path(where)
+        base = load_manifest(path)
+        table = load_table(base, path.parent)
+    except ManifestError as error:
+        raise PrepError(str(error)) from None
+    target = path.parent / f"{name}.json"
+    samples = samples_of(table)
+    plan = split(samples, tuple(base.classes), tuple(base.domains), scenario)
+    manifest = Manifest(
+        schema=SCHEMA_VERSION,
+        name=name,
+        source=base.source,
+        scenario=_scenario_entry(scenario),
+        encoding=base.encoding,
+        classes=base.classes,
+        domains=base.domains,
+        formats=base.formats,
+        samples=base.samples,
+        keys=base.keys,
+        shards=base.shards,
+        tasks=_task_entries(plan, table, samples, base.formats),
+        quarantine=base.quarantine,
+    )
+    if target.exists():
+        try:
+            same = load_manifest(target, check_sizes=False) == manifest
+        except ManifestError:
+            same = False
+        if not same:
+            raise PrepError(f"{target} exists and holds another split. Choose another --name, or remove it.")
+        return manifest
+    manifest.save(path.parent)
+    return manifest
+
+
+def _rows_of_file(journal: Journal, task: int, name: str, part: int) -> Table:
+    numbers = [part] if part >= 0 else [p.part for p in journal.of(task, name)]  # type: ignore[arg-type]
+    rows: Table = np.concatenate(
+        [np.load(journal.rows_path(task, name, number), allow_pickle=False) for number in numbers]  # type: ignore[arg-type]
+    )
+    return rows
+
+
+def _one_line(key: str) -> str:
+    return key.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+
+
+def _scenario_entry(scenario: Scenario) -> ScenarioEntry:
+    return ScenarioEntry(kind=scenario.kind, num_tasks=scenario.num_tasks, order=order_name(scenario))
+
+
+def _task_entries(plan: Split, table: Table, samples: Samples, stored: list[str]) -> list[TaskEntry]:
+    entries: list[TaskEntry] = []
+    for number, task in enumerate(plan.tasks):
+        parts: dict[str, TaskSplit] = {}
+        for name in SPLITS:
+            rows = np.flatnonzero((plan.task_S == number) & (samples.is_val_S == (name == "val")) & table["is_stored"])
+            parts[name] = TaskSplit(
+                count=len(rows),
+                ids=format_ids(table["id"][rows].tolist()),
+                shards={f: np.unique(table[f"{f}_shard"][rows]).tolist() for f in stored},
+            )
+        entries.append(TaskEntry(name=task.name, classes=list(task.classes), domains=list(task.domains), **parts))
+    return entries

@@ -1,0 +1,131 @@
+"""The embedded data set: pictures of textured, coloured shapes, drawn from a seed, no download.
+
+A class is a (shape, texture, colour) triple and the classes are the full factorial of the three, so any two
+of them leave the class ambiguous. All else is nuisance: position, scale, rotation, the phase, direction and
+period of the texture, hue jitter, lighting, clutter in every class colour, a mild occluder and sensor grain.
+The styles (photo, sketch, poster, neon) draw the same classes in visibly different ways and serve as domains.
+
+An image is a pure function of (label, num_classes, style, seed, index). The size chooses only the resolution:
+the random numbers do not depend on it, and every edge is a signed distance filtered to the pixel, so a 256-px
+image averaged down to 64 px is close to the 64-px image. The aspect ratio frames the same scene.
+
+Difficulty, measured at 32 px with 30 classes and mixed styles (chance 3.3 %), on 40 unseen images per class:
+with 120 images per class and 10 epochs a softmax on raw pixels reaches 13 to 17 % and the small ResNet of
+tests/test_synthetic.py 76 %; with 300 images per class, 17 % after 10 epochs and 99 % after 12.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dataprep.synthetic_styles import (
+    GRAIN_CELLS,
+    HUES,
+    RENDERERS,
+    SHAPES,
+    TEXTURES,
+    Fragment,
+    Scene,
+    any_colour,
+    canvas_of,
+)
+
+STYLES: tuple[str, ...] = tuple(RENDERERS)
+# How many textures and colours, each from the front of its list, make up a number of classes.
+FACTORS: dict[int, tuple[int, int]] = {20: (2, 2), 30: (3, 2), 60: (4, 3), 100: (5, 4)}
+SIZE_RANGE_PX = (32, 256)
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """What makes a class."""
+
+    shape: str
+    texture: str
+    colour: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}-{self.texture}-{self.colour}"
+
+
+@functools.cache
+def class_attributes(num_classes: int = 30) -> tuple[Attributes, ...]:
+    """The attributes of every class, in label order."""
+    if num_classes not in FACTORS:
+        raise ValueError(f"num_classes is {num_classes}; choose one of {sorted(FACTORS)}")
+    num_textures, num_colours = FACTORS[num_classes]
+    colours = list(HUES)[:num_colours]
+    classes = [Attributes(s, t, c) for s in SHAPES for t in TEXTURES[:num_textures] for c in colours]
+    return tuple(sorted(classes, key=lambda attributes: attributes.name))
+
+
+def class_names(num_classes: int = 30) -> list[str]:
+    """The class names, sorted; a label is an index into this list."""
+    return [attributes.name for attributes in class_attributes(num_classes)]
+
+
+def _fragment(
+    rng: np.random.Generator, *, x: float, y: float, reach: tuple[float, float], size: tuple[float, float]
+) -> Fragment:
+    bearing, distance = rng.uniform(0, 2 * math.pi), rng.uniform(*reach)
+    return Fragment(
+        x=x + distance * math.cos(bearing),
+        y=y + distance * math.sin(bearing),
+        radius=rng.uniform(*size),
+        slimness=1.0 if rng.random() < 0.5 else rng.uniform(0.25, 0.5),
+        angle=rng.uniform(0, math.pi),
+        colour=any_colour(rng),
+    )
+
+
+def _scene(attributes: Attributes, rng: np.random.Generator) -> Scene:
+    x, y, radius = rng.uniform(-0.28, 0.28), rng.uniform(-0.28, 0.28), rng.uniform(0.46, 0.66)
+    clutter = [_fragment(rng, x=x, y=y, reach=(0.6, 1.3), size=(0.1, 0.3)) for _ in range(int(rng.integers(3, 6)))]
+    return Scene(
+        shape=attributes.shape,
+        texture=attributes.texture,
+        hue=(HUES[attributes.colour] + rng.uniform(-0.035, 0.035)) % 1.0,
+        x=x,
+        y=y,
+        radius=radius,
+        angle=rng.uniform(0, 2 * math.pi),
+        texture_angle=rng.uniform(0, 2 * math.pi),
+        texture_period=rng.uniform(0.27, 0.38),
+        texture_phase=(rng.random(), rng.random()),
+        fragments=tuple(clutter),
+        occluder=_fragment(rng, x=x, y=y, reach=(0.75 * radius, 1.1 * radius), size=(0.08, 0.17)),
+        light_angle=rng.uniform(0, 2 * math.pi),
+        light_slope=rng.uniform(0.0, 0.3),
+        exposure=rng.uniform(0.75, 1.15),
+        backdrop_KK=rng.random((5, 5), np.float32),
+        wobble_2KK=rng.standard_normal((2, 9, 9), np.float32),
+        grain_3KK=rng.standard_normal((3, GRAIN_CELLS, GRAIN_CELLS), np.float32),
+    )
+
+
+def draw(
+    *, label: int, num_classes: int, style: int, size_px: int | tuple[int, int], seed: int, index: int
+) -> npt.NDArray[np.uint8]:
+    """One image, uint8 [height, width, 3]; `size_px` is a side or (height, width)."""
+    classes = class_attributes(num_classes)
+    if not 0 <= label < num_classes:
+        raise ValueError(f"label is {label}; with num_classes={num_classes} use 0..{num_classes - 1}")
+    if not 0 <= style < len(STYLES):
+        raise ValueError(f"style is {style}; use 0..{len(STYLES) - 1}, an index into {STYLES}")
+    if seed < 0 or index < 0:
+        raise ValueError(f"seed is {seed} and index is {index}; use 0 or more for both")
+    height, width = size_px if isinstance(size_px, tuple) else (size_px, size_px)
+    low, high = SIZE_RANGE_PX
+    if not (low <= height <= high and low <= width <= high):
+        raise ValueError(f"size_px is {size_px}; use {low}..{high} px a side and resize the image for others")
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, label, style, index))))
+    scene = _scene(classes[label], rng)
+    image_3HW = RENDERERS[STYLES[style]](scene, canvas_of(height, width), rng)
+    levels_3HW = np.clip(image_3HW * 255 + 0.5, 0, 255).astype(np.uint8)
+    return np.ascontiguousarray(levels_3HW.transpose(1, 2, 0))

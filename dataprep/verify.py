@@ -1,0 +1,165 @@
+"""Checks a prepared folder: every checksum, every count, every image. Read-only."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+
+from dataprep.encode import Encoding, Resize, encode_all
+from dataprep.manifest import (
+    DEFAULT_NAME,
+    SPLITS,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    load_manifest,
+    manifest_path,
+    sha256_of,
+)
+from dataprep.progress import Meter
+from dataprep.samples import Sample
+from dataprep.table import Table, load_table, rows_of_ids
+from dataprep.writers import Record, ShardDamage, formats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    problems: tuple[str, ...]
+    num_files: int
+    num_images: int
+    manifests: tuple[str, ...]
+
+
+def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> Report:
+    """`quick` looks at sizes and counts only. Problems are collected, not raised, so that one does not hide another."""
+    path = manifest_path(where)
+    folder = path.parent
+    manifest = load_manifest(path, check_sizes=False)
+    problems: list[str] = []
+    files = {entry.path: entry for entry in manifest.files()}
+    others = _other_manifests(folder, path, problems)
+    for other in others:
+        files.update({entry.path: entry for entry in other.files()})
+    whole = {entry.path for entry in files.values() if _has_its_size(folder, entry, problems)}
+    num_images = 0
+    table: Table | None = None
+    if manifest.samples.path in whole:
+        table = load_table(manifest, folder)
+        for one in (manifest, *others):
+            _check_tasks(one, table, problems)
+    if not quick:
+        with Meter(console, sum(shard.count for shard in manifest.shards)) as meter:
+            for entry in files.values():
+                if entry.path in whole and sha256_of(folder / entry.path) != entry.sha256:
+                    problems.append(f"{folder / entry.path} has changed: its checksum is not the manifest's.")
+                    whole.discard(entry.path)
+            if table is not None:
+                for number, shard in enumerate(manifest.shards):
+                    if shard.path not in whole:
+                        continue
+                    meter.label(f"{shard.path}")
+                    num_images += _check_shard(manifest, number, table, folder, num_workers, meter, problems)
+    return Report(
+        problems=tuple(problems),
+        num_files=len(files),
+        num_images=num_images,
+        manifests=(manifest.name, *(other.name for other in others)),
+    )
+
+
+def _other_manifests(folder: Path, path: Path, problems: list[str]) -> list[Manifest]:
+    """All splits of the folder when the whole folder is verified, none when one manifest was named."""
+    if path.name != f"{DEFAULT_NAME}.json":
+        return []
+    found: list[Manifest] = []
+    for other in sorted(folder.glob("*.json")):
+        if other != path:
+            try:
+                found.append(load_manifest(other, check_sizes=False))
+            except ManifestError as error:
+                problems.append(str(error))
+    return found
+
+
+def _has_its_size(folder: Path, entry: FileEntry, problems: list[str]) -> bool:
+    file = folder / entry.path
+    size = file.stat().st_size if file.is_file() else None
+    if size == entry.bytes:
+        return True
+    problems.append(f"{file} is missing." if size is None else f"{file} has {size} bytes instead of {entry.bytes}.")
+    return False
+
+
+def _check_tasks(manifest: Manifest, table: Table, problems: list[str]) -> None:
+    """Tasks partition the stored samples, each in the split and the shards that the manifest says."""
+    seen = np.zeros(len(table), np.int64)
+    for number, task in enumerate(manifest.tasks):
+        for name in SPLITS:
+            part = task.part(name)
+            ids: npt.NDArray[np.int64] = np.fromiter(part.iter_ids(), np.int64, part.count)
+            try:
+                rows = rows_of_ids(table, ids)
+            except ManifestError as error:
+                problems.append(f"{manifest.name}.json, task {number}, {name}: {error}")
+                continue
+            seen[rows] += 1
+            if (table["is_val"][rows] != (name == "val")).any():
+                problems.append(f"{manifest.name}.json, task {number}: {name} holds samples of the other split.")
+            for format, shards in part.shards.items():
+                if np.unique(table[f"{format}_shard"][rows]).tolist() != sorted(shards):
+                    problems.append(f"{manifest.name}.json, task {number}, {name}: its {format} shards do not agree.")
+    if not np.array_equal(seen, table["is_stored"].astype(np.int64)):
+        problems.append(f"{manifest.name}.json: its tasks do not hold every stored sample exactly once.")
+
+
+def _check_shard(
+    manifest: Manifest,
+    number: int,
+    table: Table,
+    folder: Path,
+    num_workers: int,
+    meter: Meter,
+    problems: list[str],
+) -> int:
+    """How many images of the shard were read and decoded."""
+    shard = manifest.shards[number]
+    format = formats()[shard.format]
+    rows = table[table[f"{shard.format}_shard"] == number]
+    rows = rows[np.argsort(rows[f"{shard.format}_place"])]
+    if len(rows) != shard.count:
+        problems.append(f"{folder / shard.path}: the table places {len(rows)} samples in it, not {shard.count}.")
+        return 0
+    path = folder / shard.path
+    row_of = {int(row["id"]): row for row in rows}
+    contents: dict[int, Record] = {}
+    count = 0
+
+    def samples() -> Iterator[Sample]:
+        for record in format.read(path, rows):
+            if record.label != (label := int(row_of[record.id]["label"])):
+                problems.append(f"{path}: sample {record.id} is labelled {record.label}, not {label}.")
+            contents[record.id] = record
+            yield Sample(record.id, f"{path}, sample {record.id}", record.label, -1, shard.split == "val")
+
+    try:
+        decoded = encode_all(
+            samples(),
+            lambda sample: contents.pop(sample.id).content,
+            Encoding(resize=Resize(), check="full"),
+            want_jpeg=format.stores == "jpeg",
+            want_pixels=format.stores == "pixels",
+            num_threads=num_workers,
+        )
+        for image in decoded:
+            count += 1
+            meter.advance(1, len(image.jpeg))
+            if image.fault:
+                problems.append(f"{image.sample.key} does not decode: {image.fault}.")
+            elif (image.width, image.height) != tuple(row_of[image.sample.id][["width", "height"]]):
+                problems.append(f"{image.sample.key} is {image.width} x {image.height}, not as the table says.")
+    except ShardDamage as damage:
+        problems.append(f"{damage}.")
+    return count

@@ -1,0 +1,81 @@
+"""Small images of one size as one uint8 array [samples, height, width, 3] in a .npy file: lossless, memory-mapped."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from dataprep.encode import Encoded
+from dataprep.table import Table
+from dataprep.writers import Place, Record, ShardDamage
+
+# Every header is padded to this, so that it can be written again once the number of samples is known.
+_HEADER_BYTES = 128
+_BUFFER_BYTES = 1 << 20
+
+
+def _header(count: int, height: int, width: int) -> bytes:
+    text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({count}, {height}, {width}, 3), }}"
+    magic = b"\x93NUMPY\x01\x00"
+    length = _HEADER_BYTES - len(magic) - 2
+    return magic + length.to_bytes(2, "little") + text.ljust(length - 1).encode("ascii") + b"\n"
+
+
+class ArrayWriter:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=_BUFFER_BYTES)
+        self._file.write(bytes(_HEADER_BYTES))
+        self._count = 0
+        self._size: tuple[int, int] | None = None
+        self.index: Path | None = None
+
+    def size_with(self, encoded: Encoded) -> int:
+        return _HEADER_BYTES + (self._count + 1) * encoded.height * encoded.width * 3
+
+    def add(self, encoded: Encoded) -> Place:
+        assert encoded.pixels is not None
+        size = (encoded.height, encoded.width)
+        assert self._size in (None, size), "the build checks that all images have one size"
+        self._size = size
+        content = encoded.pixels.tobytes()
+        self._file.write(content)
+        self._count += 1
+        return Place(self._count - 1, len(content))
+
+    def finish(self) -> None:
+        assert self._size is not None
+        self._file.seek(0)
+        self._file.write(_header(self._count, *self._size))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+class ArrayFormat:
+    name = "array"
+    suffix = ".npy"
+    stores: Literal["pixels"] = "pixels"
+
+    def open(self, path: Path) -> ArrayWriter:
+        return ArrayWriter(path)
+
+    def read(self, shard: Path, rows: Table) -> Iterator[Record]:
+        try:
+            pixels = np.load(shard, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ShardDamage(f"{shard} is not a whole array ({error})") from None
+        if pixels.dtype != np.uint8 or pixels.ndim != 4 or len(pixels) != len(rows):
+            raise ShardDamage(f"{shard} has shape {pixels.shape} where the table says {len(rows)} samples")
+        for place, row in enumerate(rows):
+            if int(row["array_place"]) != place or pixels.shape[1:3] != (row["height"], row["width"]):
+                raise ShardDamage(f"{shard} does not hold sample {row['id']} at row {place}")
+            # The format has no room for ids and labels; the shard's checksum ties them to the table.
+            yield Record(int(row["id"]), int(row["label"]), pixels[place])
+
+
+FORMAT = ArrayFormat()

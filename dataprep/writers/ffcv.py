@@ -1,0 +1,90 @@
+"""FFCV's .beton: one file for each task and split, made from whole tar parts, so its JPEGs are theirs byte for byte."""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from dataprep.errors import PrepError
+from dataprep.table import Table
+from dataprep.writers import Record, ShardDamage
+from dataprep.writers.beton import BetonError, BetonFile, JpegRecord
+from dataprep.writers.ffcv_process import INSTALL, write_beton
+
+
+class TarRecords:
+    """Samples of tar parts by number. Pickled into FFCV's process, read in its workers."""
+
+    def __init__(self, parts: list[Path], rows: list[Table]) -> None:
+        self._parts = parts
+        self._rows: Table = np.concatenate(rows)
+        self._part_of_row = np.repeat(np.arange(len(rows)), [len(part) for part in rows])
+        self._files: dict[int, int] = {}  # opened on first use, in the process that uses them
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> JpegRecord:
+        row, part = self._rows[index], int(self._part_of_row[index])
+        if part not in self._files:
+            self._files[part] = os.open(self._parts[part], os.O_RDONLY)
+        num_bytes = int(row["tar_bytes"])
+        jpeg = os.pread(self._files[part], num_bytes, int(row["tar_place"]))
+        if len(jpeg) != num_bytes:
+            raise OSError(f"{self._parts[part]} ends inside sample {row['id']}")
+        numbers = {name: int(row[name]) for name in ("width", "height", "label", "id", "domain")}
+        return JpegRecord(jpeg=jpeg, **numbers)
+
+    @property
+    def largest_bytes(self) -> int:
+        return int(self._rows["tar_bytes"].max())
+
+
+class FfcvFormat:
+    name = "ffcv"
+    suffix = ".beton"
+    stores: Literal["jpeg"] = "jpeg"
+
+    def require(self) -> None:
+        if importlib.util.find_spec("ffcv") is None:
+            raise PrepError(f"The format ffcv needs the package ffcv, which is not installed. {INSTALL}")
+
+    def write(
+        self,
+        path: Path,
+        parts: list[Path],
+        rows: list[Table],
+        num_workers: int,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        records = TarRecords(parts, rows)
+        try:
+            write_beton(
+                path,
+                records,
+                num_workers=num_workers,
+                largest_bytes=records.largest_bytes,
+                on_progress=on_progress,
+            )
+        except BetonError as error:
+            raise PrepError(str(error)) from error
+
+    def read(self, shard: Path, rows: Table) -> Iterator[Record]:
+        try:
+            beton = BetonFile(shard)
+            if len(beton) != len(rows):
+                raise ShardDamage(f"{shard} holds {len(beton)} samples where the table says {len(rows)}")
+            for place, row in enumerate(rows):
+                found = beton[place]
+                numbers = (found.id, found.domain, found.width, found.height)
+                if numbers != tuple(int(row[name]) for name in ("id", "domain", "width", "height")):
+                    raise ShardDamage(f"{shard} does not hold sample {row['id']} at row {place}")
+                yield Record(found.id, found.label, found.jpeg)
+        except BetonError as error:
+            raise ShardDamage(str(error)) from None
+
+
+FORMAT = FfcvFormat()

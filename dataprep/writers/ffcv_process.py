@@ -1,0 +1,299 @@
+"""Writes .beton files with FFCV's own DatasetWriter, keeping JPEGs that are already encoded byte for byte.
+
+FFCV's writer waits for ever once one of its workers fails, so it runs in a process of its own:
+
+    write_beton  --spawn-->  writing process (FFCV's parent)  --fork-->  FFCV's workers
+
+Spawned, because the caller may have native threads that a fork would break. All of them hold one pipe to
+write_beton: it carries progress and the first failure, and its end of file proves that they are all gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import io
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+
+from dataprep.writers import beton
+from dataprep.writers.beton import BetonError, BetonFile, JpegRecord, read_beton
+
+__all__ = ["BetonError", "BetonFile", "JpegRecord", "JpegRecords", "read_beton", "write_beton"]
+
+_CHUNK = 16  # records a worker takes at a time; also the step in which FFCV counts progress
+_WORKER_DONE = 77  # a worker's exit status after all its work, which no early exit has by chance
+_PROGRESS, _FAILURE, _DONE = b"P", b"E", b"K"
+INSTALL = 'Run: apt install libopencv-dev libturbojpeg0-dev pkg-config; then: pip install "fastcssl[ffcv]"'
+_Pipe: TypeAlias = "Connection[Any, Any]"
+_OnProgress: TypeAlias = Callable[[int], None] | None
+
+
+class JpegRecords(Protocol):
+    """What to write. It is pickled into the writing process and then read in FFCV's forked workers."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> JpegRecord: ...
+
+
+class _Job(NamedTuple):
+    parent: int
+    pipe: _Pipe
+    part: Path
+    records: JpegRecords
+    num_workers: int
+    page_size: int
+
+
+def write_beton(
+    path: Path, records: JpegRecords, *, num_workers: int, largest_bytes: int, on_progress: _OnProgress = None
+) -> None:
+    """Writes record i as sample i of `path`; on any failure leaves neither a file nor a process behind.
+
+    `largest_bytes` is the size of the largest JPEG. `on_progress` gets the number of records done so far.
+    """
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, not {num_workers}")
+    if importlib.util.find_spec("ffcv") is None:
+        raise BetonError(f"Writing {path} needs the package ffcv, which is not installed. {INSTALL}")
+    if (count := len(records)) == 0:
+        raise BetonError(f"There are no records to write to {path}; FFCV cannot store an empty dataset.")
+    part = path.with_name(path.name + ".part")
+    receiver, sender = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    job = _Job(os.getpid(), sender, part, records, num_workers, beton.page_size_for(largest_bytes))
+    try:
+        _supervise(job, receiver, on_progress)
+        if (stored := len(BetonFile(part))) != count:
+            raise BetonError(f"FFCV stored {stored} of {count} records in {part}. Write the file again.")
+        try:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except OSError as error:
+            raise BetonError(_explain(error, part)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def _explain(error: BaseException, part: Path) -> str:
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, ImportError):
+        return f"Writing {part} needs the package ffcv, which cannot be loaded ({reason}). {INSTALL}"
+    if isinstance(error, OSError):
+        return f"{part} could not be written ({reason}). Free space or choose another folder, then rerun."
+    return f"FFCV failed while writing {part} ({reason}). Run it again; if it persists, report this message."
+
+
+def _how_it_ended(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"ended early with status {status}"
+    memory = "; the memory may have run out" if status == -signal.SIGKILL else ""
+    return f"was ended by signal {-status} ({signal.strsignal(-status)}){memory}"
+
+
+def _supervise(job: _Job, receiver: _Pipe, on_progress: _OnProgress) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=_writing_process, args=(job,))
+    with receiver, job.pipe:
+        try:
+            try:
+                child.start()
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}. Are the records picklable?"
+                raise BetonError(f"No process could be started to write {job.part}: {problem}") from error
+            job.pipe.close()  # else the pipe would never end
+            outcome = _follow(receiver, child, on_progress)
+        finally:
+            if child.pid is not None:
+                _end(receiver, child)
+    if outcome != "":
+        ending = f"The process that writes {job.part} {_how_it_ended(child.exitcode)}. Run it again."
+        raise BetonError(outcome or ending)
+
+
+def _follow(receiver: _Pipe, child: BaseProcess, on_progress: _OnProgress) -> str | None:
+    """Passes progress on until the end: "" for success, a sentence for a failure, None for a silent death."""
+    while True:
+        try:  # without reaping it, for its id must not pass to another process before _end
+            ended = os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        except ChildProcessError:
+            ended = True
+        if receiver.poll(0.2):  # looked at after that, so that no last message is missed
+            try:
+                message = receiver.recv_bytes()
+            except EOFError:
+                return None
+            if message[:1] != _PROGRESS:
+                return message[1:].decode(errors="replace")
+            if on_progress is not None:
+                on_progress(int(message[1:]))
+        elif ended:
+            return None
+
+
+def _end(receiver: _Pipe, child: BaseProcess) -> None:
+    """Ends the writing process and its workers, and returns when they are gone."""
+
+    def await_end_of_pipe(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(EOFError, OSError):
+            while receiver.poll(max(0.0, deadline - time.monotonic())):
+                receiver.recv_bytes()
+
+    child.terminate()  # it then ends and reaps its workers itself
+    await_end_of_pipe(1.0)
+    child.kill()
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # without a group it had no workers yet
+        os.killpg(child.pid or 0, signal.SIGKILL)
+        await_end_of_pipe(10.0)  # bounded: a dead network disk can hold even a killed process
+        child.join(10.0)
+        for _ in range(50):  # a process closes its files a moment before it is gone
+            os.killpg(child.pid or 0, 0)
+            time.sleep(0.02)
+    child.join(10.0)
+
+
+# From here on: in the writing process and in FFCV's workers.
+
+
+def _send(job: _Job, kind: bytes, text: str = "") -> None:
+    try:  # below PIPE_BUF, so that messages of several processes cannot mix
+        job.pipe.send_bytes(kind + text.encode(errors="replace")[:3500])
+    except OSError:
+        os._exit(1)  # nobody listens any more
+
+
+def _die_with(parent: int) -> None:
+    """Makes the kernel kill this process when its parent dies, however that dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def _writing_process(job: _Job) -> None:
+    _die_with(job.parent)
+    os.setsid()  # a group that can be killed as one, out of reach of the terminal's Ctrl-C
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    multiprocessing.set_start_method("fork", force=True)  # FFCV needs it; Python 3.14 has another default
+    workers: list[BaseProcess] = []
+
+    def stop(*_: object) -> NoReturn:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        _run_ffcv(job, workers)
+        _send(job, _DONE)
+    except BaseException as error:
+        _send(job, _FAILURE, _explain(error, job.part))
+    stop()
+
+
+class _WholeWrites(io.FileIO):
+    """FFCV ignores how much one write() took; a nearly full disk takes a part and only then reports."""
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[super().write(rest) :]
+        return len(data)
+
+
+def _run_ffcv(job: _Job, workers: list[BaseProcess]) -> None:
+    config: Any = importlib.import_module("numba.core.config")
+    jit_disabled = config.DISABLE_JIT
+    config.DISABLE_JIT = 1  # importing FFCV would compile for seconds what only its reader needs
+    writer: Any = importlib.import_module("ffcv.writer")
+    config.DISABLE_JIT = jit_disabled
+    handlers: dict[int, Any] = writer.TYPE_ID_HANDLER
+    rgb_image_field: Any = handlers[beton.RGB_TYPE_ID]
+    owner = os.getpid()
+
+    class Dataset:
+        def __getitem__(self, index: int) -> tuple[JpegRecord, int, int, int]:
+            try:
+                record = job.records[index]
+                problem = beton.why_not_storable(record, job.page_size)
+            except BaseException as error:
+                problem = f"could not be read ({type(error).__name__}: {error}); repair it or leave it out"
+            if problem:  # sent from here: FFCV can wait for other workers before it passes an error on
+                _send(job, _FAILURE, f"Record {index} {problem}.")
+                os._exit(1)
+            return record, record.label, record.id, record.domain
+
+    class JpegField(rgb_image_field):  # type: ignore[misc]
+        def encode(self, destination: Any, image: JpegRecord, malloc: Any) -> None:
+            destination["mode"] = beton.JPEG_MODE
+            destination["width"], destination["height"] = image.width, image.height
+            destination["data_ptr"], storage = malloc(len(image.jpeg))
+            memoryview(storage)[:] = image.jpeg
+
+    class Allocator(writer.MemoryAllocator):  # type: ignore[misc]
+        def __enter__(self) -> None:
+            self.fp = _WholeWrites(self.fname, "ab")
+
+    class Worker(writer.Process):  # type: ignore[misc]
+        def start(self) -> None:
+            super().start()
+            workers.append(self)
+
+        def run(self) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _die_with(owner)
+            try:
+                super().run()
+            except BaseException as error:
+                _send(job, _FAILURE, _explain(error, job.part))
+                os._exit(1)
+            raise SystemExit(_WORKER_DONE)
+
+    class Progress:  # in place of FFCV's progress bar, which it makes when the last worker has started
+        def __init__(self, **_: Any) -> None:
+            self.done = 0
+            threading.Thread(target=_watch, args=(job, list(workers)), daemon=True).start()
+
+        def update(self, more: int) -> None:
+            self.done += int(more)
+            _send(job, _PROGRESS, str(self.done))
+
+        def close(self) -> None: ...
+
+    def shared_memory(*, size: int, **_: Any) -> SimpleNamespace:
+        # FFCV's named memory would outlive a killed process and is scarce in containers; forks need no name.
+        return SimpleNamespace(buf=mmap.mmap(-1, size), close=lambda: None, unlink=lambda: None)
+
+    # FFCV has no hooks for these; this process does nothing but write this one file.
+    handlers[beton.RGB_TYPE_ID] = JpegField  # so a reader takes it for FFCV's RGBImageField
+    writer.MemoryAllocator, writer.Process, writer.tqdm = Allocator, Worker, Progress
+    writer.shared_memory = SimpleNamespace(SharedMemory=shared_memory)
+    columns = {name: handlers[type_id]() for name, type_id in beton.FIELDS.items()}
+    output = writer.DatasetWriter(str(job.part), columns, job.page_size, job.num_workers)
+    output.from_indexed_dataset(Dataset(), indices=range(len(job.records)), chunksize=_CHUNK)
+
+
+def _watch(job: _Job, running: list[BaseProcess]) -> None:
+    """Reports a worker that ended before its work did, which FFCV never notices."""
+    while running:
+        time.sleep(0.1)
+        for worker in [worker for worker in running if worker.exitcode is not None]:
+            running.remove(worker)
+            if worker.exitcode != _WORKER_DONE:
+                how = f"{_how_it_ended(worker.exitcode)}. Use fewer workers or run it again."
+                _send(job, _FAILURE, f"A worker process writing {job.part} {how}")

@@ -1,0 +1,107 @@
+"""WebDataset's layout: {id}.jpg and {id}.cls in a plain tar, with an index of offsets.
+
+Any tar tool, webdataset and DALI's WebDataset reader read it. Headers are fixed (no times, no owners), so the same
+samples give the same bytes.
+"""
+
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from dataprep.encode import Encoded
+from dataprep.table import Table
+from dataprep.writers import Place, Record, ShardDamage
+
+_BLOCK = 512
+_END = bytes(2 * _BLOCK)
+_BUFFER_BYTES = 1 << 20
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+def member_name(sample_id: int, suffix: str) -> str:
+    return f"{sample_id:010d}.{suffix}"
+
+
+class TarWriter:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("wb", buffering=_BUFFER_BYTES)
+        self._position = 0
+        self._index_lines: list[str] = []
+        self.index: Path | None = None
+
+    def size_with(self, encoded: Encoded) -> int:
+        return self._position + 3 * _BLOCK + _padded(len(encoded.jpeg)) + len(_END)
+
+    def add(self, encoded: Encoded) -> Place:
+        sample = encoded.sample
+        label = str(sample.label).encode()
+        jpeg_at = self._member(member_name(sample.id, "jpg"), encoded.jpeg)
+        label_at = self._member(member_name(sample.id, "cls"), label)
+        self._index_lines.append(
+            f"jpg {jpeg_at} {len(encoded.jpeg)} {member_name(sample.id, 'jpg')} "
+            f"cls {label_at} {len(label)} {member_name(sample.id, 'cls')}"
+        )
+        return Place(jpeg_at, len(encoded.jpeg))
+
+    def _member(self, name: str, content: bytes) -> int:
+        """Where the content begins."""
+        header = tarfile.TarInfo(name)
+        header.size = len(content)
+        self._file.write(header.tobuf(tarfile.USTAR_FORMAT))
+        begin = self._position + _BLOCK
+        self._file.write(content)
+        self._file.write(bytes(_padded(len(content)) - len(content)))
+        self._position = begin + _padded(len(content))
+        return begin
+
+    def finish(self) -> None:
+        self._file.write(_END)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        # The format of NVIDIA's wds2idx: a version and count, then a line a sample of (kind, offset, size, name).
+        self.index = self._path.with_name(self._path.name + ".idx")
+        lines = [f"v1.2 {len(self._index_lines)}", *self._index_lines]
+        self.index.write_text("\n".join(lines) + "\n", encoding="ascii")
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+class TarFormat:
+    name = "tar"
+    suffix = ".tar"
+    stores: Literal["jpeg"] = "jpeg"
+
+    def open(self, path: Path) -> TarWriter:
+        return TarWriter(path)
+
+    def read(self, shard: Path, rows: Table) -> Iterator[Record]:
+        """Walks the archive as any tar tool would, and holds each member against its row."""
+        try:
+            with tarfile.open(shard, "r:") as archive:
+                for row in rows:
+                    jpeg, cls = archive.next(), archive.next()
+                    if jpeg is None or cls is None:
+                        raise ShardDamage(f"{shard} ends before sample {row['id']}")
+                    expected = (member_name(int(row["id"]), "jpg"), int(row["tar_place"]), int(row["tar_bytes"]))
+                    if (jpeg.name, jpeg.offset_data, jpeg.size) != expected:
+                        raise ShardDamage(f"{shard} has {jpeg.name} where {expected[0]} belongs")
+                    content, label = archive.extractfile(jpeg), archive.extractfile(cls)
+                    assert content is not None and label is not None
+                    yield Record(int(row["id"]), int(label.read()), content.read())
+                    # tarfile remembers every member; a large shard would fill memory.
+                    archive.members = []  # type: ignore[attr-defined]
+                if archive.next() is not None:
+                    raise ShardDamage(f"{shard} holds more samples than the table says")
+        except (tarfile.TarError, OSError, ValueError) as error:
+            raise ShardDamage(f"{shard} is not a whole tar archive ({error})") from None
+
+
+FORMAT = TarFormat()

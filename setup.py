@@ -1,0 +1,95 @@
+"""Builds csrc: the codec into dataprep, the rest into fastcssl. Metadata is in pyproject.toml.
+
+FASTCSSL_CUDA        1: a missing CUDA toolkit is an error; 0: leave CUDA out; unset: CUDA when nvcc is found
+TORCH_CUDA_ARCH_LIST the architectures to compile for, as PyTorch reads it
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension, build_ext
+from setuptools import setup
+
+ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0"
+WARNINGS = ["-Wall", "-Wextra"]
+
+
+def find_cuda() -> Path | None:
+    """The toolkit's root, or None when CUDA is left out."""
+    wish = os.environ.get("FASTCSSL_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise SystemExit(f"FASTCSSL_CUDA is {wish!r}; use 1 (require CUDA), 0 (leave it out) or unset it.")
+    if wish == "0":
+        return None
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        homes.insert(0, str(Path(on_path).resolve().parent.parent))
+    for home in filter(None, homes):
+        if (Path(home) / "bin" / "nvcc").exists() and (Path(home) / "include" / "cuda_runtime.h").exists():
+            return Path(home)
+    if wish == "1":
+        raise SystemExit(
+            "FASTCSSL_CUDA=1 but no CUDA toolkit was found. Put nvcc on PATH or set CUDA_HOME, or unset FASTCSSL_CUDA."
+        )
+    return None
+
+
+def architectures() -> list[str]:
+    wish = os.environ.get("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
+    return [arch.removesuffix("+PTX").replace(".", "") for arch in wish.replace(" ", ";").split(";") if arch]
+
+
+class BuildExt(build_ext):
+    """Adds nvcc for .cu files, which include no torch header and therefore need nothing else."""
+
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        kernels = [source for source in ext.sources if source.endswith(".cu")]
+        ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
+        ext.extra_objects = [*ext.extra_objects, *map(self.compile_kernel, kernels)]
+        super().build_extension(ext)
+
+    def compile_kernel(self, source: str) -> str:
+        home = find_cuda()
+        assert home is not None
+        target = Path(self.build_temp) / Path(source).with_suffix(".o")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        archs = architectures()
+        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+        newest = max(archs, key=lambda arch: int(arch.rstrip("af")))
+        codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+        defines = [f'-DFASTCSSL_CUDA_ARCHITECTURES="{";".join(archs)}"']
+        command = [str(home / "bin" / "nvcc"), "-c", source, "-o", str(target), "-std=c++17", "-O3", "--threads=2"]
+        subprocess.run([*command, *codes, *defines, "-Xcompiler=-fPIC,-fvisibility=hidden"], check=True)
+        return str(target)
+
+
+def native() -> Pybind11Extension:
+    home = find_cuda()
+    sources = ["csrc/register.cpp", "csrc/device/device_cuda.cu" if home else "csrc/device/device_cpu.cpp"]
+    link = [f"-L{home}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"] if home else []
+    return Pybind11Extension(
+        "fastcssl._native",
+        sources,
+        include_dirs=["csrc"],
+        cxx_std=17,
+        extra_compile_args=WARNINGS,
+        extra_link_args=link,
+    )
+
+
+def codec() -> Pybind11Extension:
+    names = ("jpeg", "resize", "transcode", "module")
+    return Pybind11Extension(
+        "dataprep._codec",
+        [f"csrc/codec/{name}.cpp" for name in names],
+        include_dirs=["csrc/codec"],
+        libraries=["jpeg"],
+        cxx_std=17,
+        extra_compile_args=["-O3", *WARNINGS],
+    )
+
+
+setup(ext_modules=[codec(), native()], cmdclass={"build_ext": BuildExt})
