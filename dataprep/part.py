@@ -1,5 +1,6 @@
 """One part: a run of samples written by every streamed format at once, then sealed."""
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -108,6 +109,7 @@ class Part:
 
     def abandon(self) -> None:
         for format, writer in self._writers.items():
-            writer.abandon()
+            with contextlib.suppress(OSError):  # closing flushes, and the disk that was full still is
+                writer.abandon()
             path = self._targets[format]
             path.with_name(path.name + _UNFINISHED).unlink(missing_ok=True)

@@ -54,7 +54,7 @@ def load_table(manifest: Manifest, folder: Path) -> Table:
     path = folder / manifest.samples.path
     try:
         table: Table = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
         raise ManifestError(f"{path} cannot be read ({error}). Build the data set again.") from None
     if table.dtype != table_dtype(manifest.formats):
         raise ManifestError(f"{path} has other columns than the manifest's formats need. Build the data set again.")

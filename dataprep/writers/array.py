@@ -67,7 +67,7 @@ class ArrayFormat:
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
         try:
             pixels = np.load(shard, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, EOFError, ValueError) as error:
             raise ShardDamage(f"{shard} is not a whole array ({error})") from None
         if pixels.dtype != np.uint8 or pixels.ndim != 4 or len(pixels) != len(rows):
             raise ShardDamage(f"{shard} has shape {pixels.shape} where the table says {len(rows)} samples")
