@@ -29,11 +29,11 @@ def task_table(
     quarantined_by_task: Sequence[int] | None = None,
 ) -> RichTable:
     """A row a task. What only a build knows is added when given."""
-    shown = RichTable(box=box.SIMPLE_HEAD, header_style="bold")
+    shown = RichTable(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
     shown.add_column("task", justify="right")
-    shown.add_column("name")
+    shown.add_column("name", no_wrap=True)
     for heading in ("classes", "train", "val", "bytes", "each", "pixels"):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", no_wrap=True)
     if seconds_by_task is not None:
         shown.add_column("time", justify="right")
     if quarantined_by_task is not None:

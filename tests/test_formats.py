@@ -11,7 +11,7 @@ from conftest import backend, decoded, prep, prep_ok
 from dataprep.manifest import load_manifest
 from dataprep.sources import open_source
 from dataprep.table import load_table
-from dataprep.writers import formats
+from dataprep.writers import ShardDamage, formats
 
 Tree = Callable[..., Path]
 NAMES = sorted(formats())
@@ -115,8 +115,6 @@ def test_verify_finds_damage(format: str, built: Callable[[str], Path], tmp_path
 def test_a_foreign_or_cut_shard_is_damage_not_a_crash(
     format: str, built: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    from dataprep.writers import ShardDamage
-
     out = built(format)
     manifest = load_manifest(out)
     table = load_table(manifest, out)
