@@ -4,16 +4,19 @@ FASTCSSL_CUDA        1: a missing CUDA toolkit is an error; 0: leave CUDA out; u
 TORCH_CUDA_ARCH_LIST the architectures to compile for, as PyTorch reads it
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
-from setuptools import setup
+from setuptools import Extension, setup
 
 ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0"
-WARNINGS = ["-Wall", "-Wextra"]
+TORCH_FLOOR = "0x020d000000000000"  # 2.13: the stable ABI that the operators are compiled against
+FLAGS = ["-O3", "-std=c++17", "-Wall", "-Wextra", "-fvisibility=hidden"]
+PHOTOMETRIC = [f"csrc/views/photometric_{name}.cpp" for name in ("cpu", "avx2", "avx512")]
 
 
 def find_cuda() -> Path | None:
@@ -45,7 +48,7 @@ def architectures() -> list[str]:
 class BuildExt(build_ext):
     """Adds nvcc for .cu files, which include no torch header and therefore need nothing else."""
 
-    def build_extension(self, ext: Pybind11Extension) -> None:
+    def build_extension(self, ext: Extension) -> None:
         kernels = [source for source in ext.sources if source.endswith(".cu")]
         ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
         ext.extra_objects = [*ext.extra_objects, *map(self.compile_kernel, kernels)]
@@ -66,30 +69,47 @@ class BuildExt(build_ext):
         return str(target)
 
 
-def native() -> Pybind11Extension:
+def link_cuda() -> list[str]:
     home = find_cuda()
-    sources = ["csrc/register.cpp", "csrc/device/device_cuda.cu" if home else "csrc/device/device_cpu.cpp"]
-    link = [f"-L{home}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"] if home else []
+    return [f"-L{home}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"] if home else []
+
+
+def codec() -> Extension:
+    sources = [f"csrc/codec/{name}.cpp" for name in ("jpeg", "resize", "transcode", "module")]
+    return Pybind11Extension("dataprep._codec", sources, libraries=["jpeg"], extra_compile_args=FLAGS)
+
+
+def native() -> Extension:
+    """The loader's engine."""
+    sources = ["csrc/register.cpp", "csrc/device/device_cuda.cu" if find_cuda() else "csrc/device/device_cpu.cpp"]
+    sources += ["csrc/codec/jpeg.cpp", "csrc/codec/resize.cpp", "csrc/views/engine.cpp", *PHOTOMETRIC]
     return Pybind11Extension(
         "fastcssl._native",
         sources,
         include_dirs=["csrc"],
-        cxx_std=17,
-        extra_compile_args=WARNINGS,
-        extra_link_args=link,
-    )
-
-
-def codec() -> Pybind11Extension:
-    names = ("jpeg", "resize", "transcode", "module")
-    return Pybind11Extension(
-        "dataprep._codec",
-        [f"csrc/codec/{name}.cpp" for name in names],
-        include_dirs=["csrc/codec"],
         libraries=["jpeg"],
-        cxx_std=17,
-        extra_compile_args=["-O3", *WARNINGS],
+        extra_compile_args=FLAGS,
+        extra_link_args=link_cuda(),
     )
 
 
-setup(ext_modules=[codec(), native()], cmdclass={"build_ext": BuildExt})
+def ops() -> Extension:
+    """The operators, through torch's stable ABI: a plain library that torch loads, without a Python module inside."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise SystemExit("Building fastcssl needs torch. Install it first, then build with --no-build-isolation.")
+    root = Path(torch.origin).parent
+    return Extension(
+        "fastcssl._ops",
+        ["csrc/ops.cpp", *PHOTOMETRIC, *(["csrc/views/photometric_cuda.cu"] if find_cuda() else [])],
+        include_dirs=["csrc"],
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_FLOOR), *([("FASTCSSL_WITH_CUDA", "1")] if find_cuda() else [])],
+        libraries=["torch_cpu"],
+        library_dirs=[str(root / "lib")],
+        extra_compile_args=[*FLAGS, "-isystem", str(root / "include")],
+        extra_link_args=link_cuda(),
+        language="c++",
+    )
+
+
+setup(ext_modules=[codec(), native(), ops()], cmdclass={"build_ext": BuildExt})

@@ -57,6 +57,10 @@ def resize(
     bottom: float,
     height: int,
     width: int,
+    bicubic: bool = True,
+    antialias: bool = True,
+    stop_at_box: bool = False,
     portable: bool = False,
 ) -> bytes: ...
+def decode_region(jpeg: bytes, left: int, top: int, right: int, bottom: int) -> tuple[bytes, int, int, int, int]: ...
 def instruction_set() -> str: ...

@@ -110,6 +110,12 @@ class Inspect:
 
     dir: Annotated[tyro.conf.Positional[Path], _arg("A prepared folder, or one of its manifests.", "DIR")]
     sheet: Annotated[Path | None, _arg("Draw a contact sheet (PNG), one row a task.", "PNG", optional=True)] = None
+    views: Annotated[
+        str | None,
+        _arg(
+            "Draw on the sheet images beside their augmented views, such as pnr-moco-imagenet.", "POLICY", optional=True
+        ),
+    ] = None
 
 
 Command = (
@@ -240,9 +246,16 @@ def _inspect(command: Inspect, console: Console) -> int:
     console.print(task_table(manifest, table))
     if manifest.quarantine:
         console.print(f"{len(manifest.quarantine)} images are quarantined.", highlight=False)
+    if command.views is not None and command.sheet is None:
+        raise PrepError("--views draws on a sheet: add --sheet out.png.")
     if command.sheet is not None:
         try:
-            save_png(contact_sheet(manifest, table, path.parent), command.sheet)
+            if command.views is not None:
+                from dataprep.view_sheet import view_sheet  # here: it needs torch, which nothing else of prep does
+
+                save_png(view_sheet(path, command.views), command.sheet)
+            else:
+                save_png(contact_sheet(manifest, table, path.parent), command.sheet)
         except OSError as error:
             raise PrepError(f"{command.sheet} cannot be written: {error.strerror}. Choose another --sheet.") from None
         console.print(f"Contact sheet: {command.sheet}", highlight=False)

@@ -14,11 +14,11 @@ from dataprep.manifest import SPLITS, Manifest, ManifestError
 from dataprep.progress import human_bytes, human_seconds
 from dataprep.table import Table, rows_of_ids
 
-_TILE_PX = 112
-_GAP_PX = 6
-_MARGIN_PX = 22
+TILE_PX = 112
+GAP_PX = 6
+MARGIN_PX = 22
 _CAPTION_PX = 34
-_INK, _FAINT, _PAPER = (28, 32, 38), (110, 118, 128), (250, 250, 248)
+INK, FAINT, PAPER = (28, 32, 38), (110, 118, 128), (250, 250, 248)
 
 
 def task_table(
@@ -85,20 +85,20 @@ def description(manifest: Manifest) -> str:
 
 def contact_sheet(manifest: Manifest, table: Table, folder: Path, *, num_columns: int = 12) -> Image.Image:
     """One row of training images a task, spread evenly over it."""
-    width = 2 * _MARGIN_PX + num_columns * (_TILE_PX + _GAP_PX) - _GAP_PX
-    height = 2 * _MARGIN_PX + len(manifest.tasks) * (_TILE_PX + _CAPTION_PX)
-    sheet = Image.new("RGB", (width, height), _PAPER)
+    width = 2 * MARGIN_PX + num_columns * (TILE_PX + GAP_PX) - GAP_PX
+    height = 2 * MARGIN_PX + len(manifest.tasks) * (TILE_PX + _CAPTION_PX)
+    sheet = Image.new("RGB", (width, height), PAPER)
     draw = ImageDraw.Draw(sheet)
     title, small = ImageFont.load_default(15), ImageFont.load_default(12)
     for number, task in enumerate(manifest.tasks):
-        top = _MARGIN_PX + number * (_TILE_PX + _CAPTION_PX)
+        top = MARGIN_PX + number * (TILE_PX + _CAPTION_PX)
         heading = f"task {number} · {task.name}"
-        draw.text((_MARGIN_PX, top), heading, fill=_INK, font=title)
+        draw.text((MARGIN_PX, top), heading, fill=INK, font=title)
         counts = f"{len(task.classes)} classes, {task.train.count:,} train, {task.val.count:,} val"
-        draw.text((width - _MARGIN_PX, top + 2), counts, fill=_FAINT, font=small, anchor="ra")
-        for column, row in enumerate(_spread(table, manifest, number, num_columns)):
-            tile = _tile(read_sample(manifest, table[row], folder))
-            sheet.paste(tile, (_MARGIN_PX + column * (_TILE_PX + _GAP_PX), top + 24))
+        draw.text((width - MARGIN_PX, top + 2), counts, fill=FAINT, font=small, anchor="ra")
+        for column, row in enumerate(spread_rows(table, manifest, number, num_columns)):
+            picture = tile(read_sample(manifest, table[row], folder))
+            sheet.paste(picture, (MARGIN_PX + column * (TILE_PX + GAP_PX), top + 24))
     return sheet
 
 
@@ -130,7 +130,7 @@ def _rows(table: Table, manifest: Manifest, number: int, name: str) -> np.ndarra
     return rows_of_ids(table, np.fromiter(part.iter_ids(), np.int64, part.count))
 
 
-def _spread(table: Table, manifest: Manifest, number: int, count: int) -> list[int]:
+def spread_rows(table: Table, manifest: Manifest, number: int, count: int) -> list[int]:
     """Rows from as many classes and domains as fit, in a fixed order."""
     rows = _rows(table, manifest, number, "train")
     if not len(rows):
@@ -147,13 +147,13 @@ def _spread(table: Table, manifest: Manifest, number: int, count: int) -> list[i
     return chosen
 
 
-def _tile(pixels: Pixels) -> Image.Image:
+def tile(pixels: Pixels) -> Image.Image:
     """The centre square; small images are enlarged without smoothing beyond recognition."""
     image = Image.fromarray(np.asarray(pixels))
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     square = image.crop((left, top, left + side, top + side))
-    return square.resize((_TILE_PX, _TILE_PX), Image.Resampling.BICUBIC if side >= 24 else Image.Resampling.NEAREST)
+    return square.resize((TILE_PX, TILE_PX), Image.Resampling.BICUBIC if side >= 24 else Image.Resampling.NEAREST)
 
 
 def _pixels(rows: Table) -> str:

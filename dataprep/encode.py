@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -70,7 +69,7 @@ class Encoded:
 
 def encode_all(
     samples: Iterable[Sample],
-    payload: Callable[[Sample], Path | bytes | Pixels],
+    payload: Callable[[Sample], str | bytes | Pixels],
     encoding: Encoding,
     *,
     want_jpeg: bool,
@@ -155,8 +154,8 @@ def _transcoder(encoding: Encoding, *, want_jpeg: bool, want_pixels: bool, num_t
     )
 
 
-def _submit(codec: Transcoder, payload: Path | bytes | Pixels) -> None:
-    if isinstance(payload, Path):
+def _submit(codec: Transcoder, payload: str | bytes | Pixels) -> None:
+    if isinstance(payload, str):
         codec.submit_path(os.fsencode(payload))
     elif isinstance(payload, bytes):
         codec.submit_file(payload)

@@ -278,3 +278,47 @@ def test_bad_settings_are_refused() -> None:
         _codec.encode(np.zeros((4, 4), np.uint8), 90)
     with pytest.raises(ValueError, match="contiguous"):
         _codec.encode(np.zeros((8, 8, 3), np.uint8)[::2], 90)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 70), st.integers(2, 70), st.integers(1, 90), st.booleans(), st.booleans(), st.data())
+def test_a_filter_that_stops_at_its_box_is_a_crop_then_a_resize(
+    h: int, w: int, out: int, bicubic: bool, antialias: bool, data: st.DataObject
+) -> None:
+    import torch
+
+    source = np.random.default_rng(h * 100 + w).integers(60, 196, (h, w, 3), dtype=np.uint8)
+    left, top = data.draw(st.integers(0, w - 1)), data.draw(st.integers(0, h - 1))
+    right, bottom = data.draw(st.integers(left + 1, w)), data.draw(st.integers(top + 1, h))
+    raw = _codec.resize(
+        source, left=left, top=top, right=right, bottom=bottom, height=out, width=out,
+        bicubic=bicubic, antialias=antialias, stop_at_box=True,
+    )  # fmt: skip
+    ours = np.frombuffer(raw, np.uint8).reshape(out, out, 3).astype(int)
+    cut = np.ascontiguousarray(source[top:bottom, left:right])
+    theirs = torch.nn.functional.interpolate(
+        torch.from_numpy(cut).permute(2, 0, 1)[None].double(),
+        size=(out, out),
+        mode="bicubic" if bicubic else "bilinear",
+        antialias=antialias,
+        align_corners=False,
+    )
+    truth = theirs[0].permute(1, 2, 0).clamp(0, 255).numpy()
+    assert np.abs(ours - truth).max() <= 2.5  # bytes between the passes, and overshoot clipped there
+
+
+@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"subsampling": 1}, {"progressive": True}])
+def test_a_region_holds_the_pixels_of_a_full_decode(options: dict[str, object]) -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, (123, 211, 3), dtype=np.uint8)
+    jpeg = jpeg_of(noise, **options)
+    whole = native_pixels(jpeg)
+    for _ in range(60):
+        left, top = int(rng.integers(0, 200)), int(rng.integers(0, 115))
+        right, bottom = int(rng.integers(left + 1, 212)), int(rng.integers(top + 1, 124))
+        raw, height, width, x, y = _codec.decode_region(jpeg, left, top, right, bottom)
+        part = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
+        assert x <= left and y <= top and x + width >= right and y + height >= bottom
+        assert (part[top - y : bottom - y, left - x : right - x] == whole[top:bottom, left:right]).all()
+    with pytest.raises(ValueError, match="not as prepared"):
+        _codec.decode_region(jpeg, 0, 0, 500, 10)

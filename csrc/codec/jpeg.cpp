@@ -205,6 +205,44 @@ bool decode(Bytes jpeg, int reduction, Image& image, Diagnosis& diagnosis) {
   return diagnosis.damage.empty();
 }
 
+bool decode_region(Bytes jpeg, const Region& region, Image& image, int& origin_x, int& origin_y, Diagnosis& diagnosis) {
+  Decompressor reader(diagnosis);
+  jpeg_decompress_struct& cinfo = reader.cinfo;
+  if (setjmp(reader.errors.jump)) return fail(reader.errors, diagnosis);
+  read_and_check_header(reader, jpeg, /*keep_exif=*/false);
+  if (is_cmyk(cinfo) || region.right > static_cast<int>(cinfo.image_width) ||
+      region.bottom > static_cast<int>(cinfo.image_height)) {
+    std::snprintf(reader.errors.message, sizeof reader.errors.message, "%u x %u pixels%s, not as prepared",
+                  cinfo.image_width, cinfo.image_height, is_cmyk(cinfo) ? " of CMYK" : "");
+    return fail(reader.errors, diagnosis);
+  }
+  cinfo.out_color_space = JCS_RGB;
+  cinfo.dct_method = JDCT_ISLOW;
+  jpeg_start_decompress(&cinfo);
+  // Chroma is interpolated from its neighbours, so a cut has no true neighbour at its edges: keep a block more.
+  constexpr int kMargin = 16;
+  JDIMENSION left = static_cast<JDIMENSION>(region.left > kMargin ? region.left - kMargin : 0);
+  const int right = region.right + kMargin;
+  JDIMENSION width = (right < static_cast<int>(cinfo.image_width) ? static_cast<JDIMENSION>(right) : cinfo.image_width) - left;
+  // A cut that saves less than a quarter of the columns costs more than it saves.
+  if (width * 4 < cinfo.image_width * 3) {
+    jpeg_crop_scanline(&cinfo, &left, &width);
+  } else {
+    left = 0;
+    width = cinfo.image_width;
+  }
+  if (region.top > 0) jpeg_skip_scanlines(&cinfo, static_cast<JDIMENSION>(region.top));
+  origin_x = static_cast<int>(left);
+  origin_y = region.top;
+  image.reset(static_cast<int>(width), region.bottom - region.top);
+  while (static_cast<int>(cinfo.output_scanline) < region.bottom) {
+    JSAMPROW row = image.row(static_cast<int>(cinfo.output_scanline) - region.top);
+    if (jpeg_read_scanlines(&cinfo, &row, 1) == 0) break;
+  }
+  jpeg_abort_decompress(&cinfo);
+  return diagnosis.damage.empty();
+}
+
 bool encode(const Image& image, int quality, std::string& jpeg, std::string& error) {
   Compressor writer;
   jpeg_compress_struct& cinfo = writer.cinfo;

@@ -40,6 +40,14 @@ bool read_header(Bytes jpeg, JpegHeader& header, Diagnosis& diagnosis);
 // entropy-coded bit is read at every reduction, so reduction 8 is the cheap way to check a file in full.
 bool decode(Bytes jpeg, int reduction, Image& image, Diagnosis& diagnosis);
 
+// Decodes only the rectangle [left, right) x [top, bottom) and a few columns around it. `origin_x` and `origin_y` say where
+// `image` begins in the whole picture. Inside the rectangle the pixels are those of a full decode. What lies below it is
+// not read, so damage there goes unnoticed.
+struct Region {
+  int left, top, right, bottom;
+};
+bool decode_region(Bytes jpeg, const Region& region, Image& image, int& origin_x, int& origin_y, Diagnosis& diagnosis);
+
 // Baseline, 4:2:0, the same bytes on every machine with the same library. False: see `error`.
 bool encode(const Image& image, int quality, std::string& jpeg, std::string& error);
 

@@ -24,12 +24,12 @@ Image image_from(const py::buffer& pixels) {
     throw std::invalid_argument("pixels must be contiguous");
   Image image;
   image.reset(static_cast<int>(info.shape[1]), static_cast<int>(info.shape[0]));
-  std::memcpy(image.rgb.data(), info.ptr, image.rgb.size());
+  std::memcpy(image.rgb.data(), info.ptr, image.num_bytes());
   return image;
 }
 
 py::bytes bytes_of(const Image& image) {
-  return py::bytes(reinterpret_cast<const char*>(image.rgb.data()), image.rgb.size());
+  return py::bytes(reinterpret_cast<const char*>(image.rgb.data()), image.num_bytes());
 }
 
 Settings settings_from(const std::string& fit, int size, int quality, bool check_in_full, bool want_jpeg,
@@ -152,7 +152,7 @@ PYBIND11_MODULE(_codec, m) {
   m.def(
       "resize",
       [](const py::buffer& pixels, double left, double top, double right, double bottom, int height, int width,
-         bool portable) {
+         bool bicubic, bool antialias, bool stop_at_box, bool portable) {
         const Image source = image_from(pixels);
         if (!(0 <= left && left < right && right <= source.width && 0 <= top && top < bottom &&
               bottom <= source.height))
@@ -161,12 +161,36 @@ PYBIND11_MODULE(_codec, m) {
         Image out;
         {
           py::gil_scoped_release release;
-          resize(source, {left, top, right, bottom}, width, height, out, portable ? Isa::portable : best_isa());
+          out.reset(width, height);
+          const Filter filter{bicubic ? Interpolation::bicubic : Interpolation::bilinear, antialias, stop_at_box};
+          Resizer().run(source, {left, top, right, bottom}, filter, width, height, out.rgb.data(),
+                        portable ? Isa::portable : best_isa());
         }
         return bytes_of(out);
       },
       py::arg("pixels"), py::kw_only(), py::arg("left"), py::arg("top"), py::arg("right"), py::arg("bottom"),
-      py::arg("height"), py::arg("width"), py::arg("portable") = false);
+      py::arg("height"), py::arg("width"), py::arg("bicubic") = true, py::arg("antialias") = true,
+      py::arg("stop_at_box") = false, py::arg("portable") = false);
+
+  m.def(
+      "decode_region",
+      [](const py::bytes& jpeg, int left, int top, int right, int bottom) {
+        if (left < 0 || top < 0 || right <= left || bottom <= top)
+          throw std::invalid_argument("the region must not be empty");
+        const std::string_view view = jpeg;
+        Image image;
+        Diagnosis diagnosis;
+        int x = 0, y = 0;
+        bool intact;
+        {
+          py::gil_scoped_release release;
+          intact = decode_region({reinterpret_cast<const std::uint8_t*>(view.data()), view.size()},
+                                 {left, top, right, bottom}, image, x, y, diagnosis);
+        }
+        if (!intact) throw std::invalid_argument(diagnosis.damage);
+        return py::make_tuple(bytes_of(image), image.height, image.width, x, y);
+      },
+      py::arg("jpeg"), py::arg("left"), py::arg("top"), py::arg("right"), py::arg("bottom"));
 
   m.def("instruction_set", [] { return best_isa() == Isa::avx2 ? "avx2" : "portable"; });
 }

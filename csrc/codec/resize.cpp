@@ -14,51 +14,17 @@ namespace {
 constexpr int kWeightBits = 14;
 constexpr int kRound = 1 << (kWeightBits - 1);
 
-double bicubic(double x) {
-  constexpr double a = -0.5;
-  x = std::fabs(x);
+// a = -0.5 is Keys' and Pillow's; torch without anti-aliasing uses -0.75.
+double bicubic(double x, double a) {
   if (x < 1.0) return ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0;
   if (x < 2.0) return (((x - 5.0) * x + 8.0) * x - 4.0) * a;
   return 0.0;
 }
-constexpr double kSupport = 2.0;
 
-// For output i: sum over t of weight[i * stride + t] * source[first[i] + t]. Taps are padded with zero weights to a
-// multiple of four, and `first` is pulled back so that the padded taps stay inside the source where it is long enough.
-struct Taps {
-  int stride = 0;
-  std::vector<int> first;
-  std::vector<std::int16_t> weight;
-};
-
-Taps make_taps(int source_size, double begin, double end, int out_size) {
-  const double scale = (end - begin) / out_size;
-  const double stretch = std::max(scale, 1.0);
-  const double reach = kSupport * stretch;
-  Taps taps;
-  taps.stride = (static_cast<int>(std::ceil(reach)) * 2 + 1 + 3) / 4 * 4;
-  taps.first.resize(out_size);
-  taps.weight.assign(static_cast<std::size_t>(out_size) * taps.stride, 0);
-  std::vector<double> exact(taps.stride);
-  for (int i = 0; i < out_size; ++i) {
-    const double center = begin + (i + 0.5) * scale;
-    const int low = std::max(0, static_cast<int>(center - reach + 0.5));
-    const int high = std::min(source_size, static_cast<int>(center + reach + 0.5));
-    double sum = 0.0;
-    for (int s = low; s < high; ++s) sum += exact[s - low] = bicubic((s + 0.5 - center) / stretch);
-    const int first = std::max(0, std::min(low, source_size - taps.stride));
-    std::int16_t* weight = taps.weight.data() + static_cast<std::size_t>(i) * taps.stride + (low - first);
-    int total = 0, largest = 0;
-    for (int t = 0; t < high - low; ++t) {
-      weight[t] = static_cast<std::int16_t>(std::lround(exact[t] / sum * (1 << kWeightBits)));
-      total += weight[t];
-      if (weight[t] > weight[largest]) largest = t;
-    }
-    // Rounded weights must still add up to one, or flat areas would drift.
-    weight[largest] = static_cast<std::int16_t>(weight[largest] + (1 << kWeightBits) - total);
-    taps.first[i] = first;
-  }
-  return taps;
+double kernel(double x, const Filter& filter) {
+  x = std::fabs(x);
+  if (filter.interpolation == Interpolation::bilinear) return x < 1.0 ? 1.0 - x : 0.0;
+  return bicubic(x, filter.antialias ? -0.5 : -0.75);
 }
 
 std::uint8_t clip(int sum) { return static_cast<std::uint8_t>(std::clamp(sum >> kWeightBits, 0, 255)); }
@@ -113,33 +79,47 @@ __attribute__((target("avx2"))) void columns_avx2(const std::uint8_t* source, st
   columns_portable(source, pitch, weight, num_taps, num_bytes, out, j);
 }
 
-__attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const Taps& taps, int source_width,
-                                              int width, std::uint8_t* out) {
+// One output pixel's red, green and blue, each as two partial sums.
+__attribute__((target("avx2"))) inline __m256i pixel_avx2(const std::uint8_t* source, const std::int16_t* wide,
+                                                          int num_taps) {
   // Four RGB pixels (12 of 16 loaded bytes) become, for each channel, the pairs (p0, p1) and (p2, p3) of 16-bit values.
   const __m256i pairs = _mm256_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1,  //
                                          6, -1, 9, -1, 7, -1, 10, -1, 8, -1, 11, -1, -1, -1, -1, -1);
-  for (int x = 0; x < width; ++x) {
-    const int first = taps.first[x];
-    // The last load reads four bytes past its pixels; near the end of the row the portable path takes over.
-    if ((first + taps.stride) * 3 + 4 > source_width * 3) {
-      row_portable(source, taps, source_width, x + 1, out, x);
-      continue;
-    }
-    const std::int16_t* weight = taps.weight.data() + static_cast<std::size_t>(x) * taps.stride;
-    __m256i sum = _mm256_setzero_si256();
-    for (int t = 0; t < taps.stride; t += 4) {
-      const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + (first + t) * 3));
-      const __m256i pixels = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(raw), pairs);
-      std::int32_t w01, w23;
-      std::memcpy(&w01, weight + t, 4);
-      std::memcpy(&w23, weight + t + 2, 4);
-      const __m256i w = _mm256_inserti128_si256(_mm256_set1_epi32(w01), _mm_set1_epi32(w23), 1);
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pixels, w));
-    }
-    __m128i total = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-    total = _mm_srai_epi32(_mm_add_epi32(total, _mm_set1_epi32(kRound)), kWeightBits);
-    total = _mm_packs_epi32(total, total);
-    const int rgb = _mm_cvtsi128_si32(_mm_packus_epi16(total, total));
+  __m256i sum = _mm256_setzero_si256();
+  for (int t = 0; t < num_taps; t += 4) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + t * 3));
+    const __m256i pixels = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(raw), pairs);
+    const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(wide + t * 4));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pixels, weights));
+  }
+  return sum;
+}
+
+__attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const Taps& taps, int width,
+                                              std::uint8_t* out) {
+  const __m256i half = _mm256_set1_epi32(kRound);
+  const int stride = taps.stride;
+  const std::int16_t* wide = taps.wide.data();
+  int x = 0;
+  // Two pixels at a time share the rounding. Each store writes a byte too many, which the next one overwrites.
+  for (; x + 2 < width; x += 2) {
+    const __m256i a = pixel_avx2(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
+    const __m256i b =
+        pixel_avx2(source + taps.first[x + 1] * 3, wide + static_cast<std::size_t>(x + 1) * stride * 4, stride);
+    __m256i sum = _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+    sum = _mm256_srai_epi32(_mm256_add_epi32(sum, half), kWeightBits);
+    sum = _mm256_packs_epi32(sum, sum);
+    sum = _mm256_packus_epi16(sum, sum);
+    const int first = _mm256_extract_epi32(sum, 0), second = _mm256_extract_epi32(sum, 4);
+    std::memcpy(out + x * 3, &first, 4);
+    std::memcpy(out + x * 3 + 3, &second, 4);
+  }
+  for (; x < width; ++x) {
+    const __m256i a = pixel_avx2(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    sum = _mm_srai_epi32(_mm_add_epi32(sum, _mm256_castsi256_si128(half)), kWeightBits);
+    sum = _mm_packs_epi32(sum, sum);
+    const int rgb = _mm_cvtsi128_si32(_mm_packus_epi16(sum, sum));
     std::memcpy(out + x * 3, &rgb, 3);
   }
 }
@@ -147,7 +127,8 @@ __attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const 
 
 void row(Isa isa, const std::uint8_t* source, const Taps& taps, int source_width, int width, std::uint8_t* out) {
 #if defined(__x86_64__)
-  if (isa == Isa::avx2) return row_avx2(source, taps, source_width, width, out);
+  // A source shorter than the taps would be read past its end.
+  if (isa == Isa::avx2 && source_width >= taps.stride) return row_avx2(source, taps, width, out);
 #endif
   row_portable(source, taps, source_width, width, out);
 }
@@ -162,6 +143,51 @@ void columns(Isa isa, const std::uint8_t* source, std::size_t pitch, const std::
 
 }  // namespace
 
+void Taps::widen() {
+  wide.resize(weight.size() * 4);
+  for (std::size_t quad = 0; quad < weight.size(); quad += 4)
+    for (int pair = 0; pair < 2; ++pair)
+      for (int channel = 0; channel < 4; ++channel)
+        std::memcpy(&wide[quad * 4 + pair * 8 + channel * 2], &weight[quad + pair * 2], 2 * sizeof(std::int16_t));
+}
+
+void Taps::make(int source_size, double begin, double end, int out_size, const Filter& filter) {
+  const double scale = (end - begin) / out_size;
+  const double stretch = filter.antialias ? std::max(scale, 1.0) : 1.0;
+  const double reach = (filter.interpolation == Interpolation::bicubic ? 2.0 : 1.0) * stretch;
+  const int lowest = filter.stop_at_box ? static_cast<int>(std::floor(begin)) : 0;
+  const int highest = filter.stop_at_box ? static_cast<int>(std::ceil(end)) : source_size;
+  stride = (static_cast<int>(std::ceil(2.0 * reach)) + 3) / 4 * 4;
+  first.resize(out_size);
+  weight.assign(static_cast<std::size_t>(out_size) * stride, 0);
+  exact_.resize(stride);
+  for (int i = 0; i < out_size; ++i) {
+    const double center = begin + (i + 0.5) * scale;
+    // Anti-aliased kernels lose what falls outside and are normalised; the others meet the repeated edge.
+    const int from = static_cast<int>(std::floor(center - reach + 0.5)), to = static_cast<int>(center + reach + 0.5);
+    const int low = std::clamp(from, lowest, highest - 1);
+    const int high = std::min(std::clamp(to, low + 1, highest), low + stride);
+    std::fill(exact_.begin(), exact_.end(), 0.0);
+    double sum = 0.0;
+    for (int s = filter.antialias ? low : from; s < (filter.antialias ? high : to); ++s) {
+      const double w = kernel((s + 0.5 - center) / stretch, filter);
+      exact_[std::clamp(s, low, high - 1) - low] += w;
+      sum += w;
+    }
+    first[i] = std::max(0, std::min(low, source_size - stride));
+    std::int16_t* mine = weight.data() + static_cast<std::size_t>(i) * stride + (low - first[i]);
+    const double unit = (1 << kWeightBits) / sum;
+    int total = 0, largest = 0;
+    for (int t = 0; t < high - low; ++t) {
+      mine[t] = static_cast<std::int16_t>(std::floor(exact_[t] * unit + 0.5));
+      total += mine[t];
+      if (mine[t] > mine[largest]) largest = t;
+    }
+    // Rounded weights must still add up to one, or flat areas would drift.
+    mine[largest] = static_cast<std::int16_t>(mine[largest] + (1 << kWeightBits) - total);
+  }
+}
+
 Isa best_isa() {
 #if defined(__x86_64__)
   static const bool has_avx2 = __builtin_cpu_supports("avx2");
@@ -171,21 +197,22 @@ Isa best_isa() {
 #endif
 }
 
-void resize(const Image& source, const Box& box, int width, int height, Image& out, Isa isa) {
-  const Taps down = make_taps(source.height, box.top, box.bottom, height);
-  const Taps across = make_taps(source.width, box.left, box.right, width);
+void Resizer::run(const Image& source, const Box& box, const Filter& filter, int width, int height, std::uint8_t* out,
+                  Isa isa) {
+  down_.make(source.height, box.top, box.bottom, height, filter);
+  across_.make(source.width, box.left, box.right, width, filter);
+  if (isa == Isa::avx2) across_.widen();
   // Horizontal first and rounded to bytes between the passes, which is Pillow's order: overshoot is clipped in the same
   // places. Only the rows that the second pass reads are made.
-  const int top = *std::min_element(down.first.begin(), down.first.end());
-  const int bottom = std::min(source.height, *std::max_element(down.first.begin(), down.first.end()) + down.stride);
-  Image narrowed;
-  narrowed.reset(width, bottom - top);
-  for (int y = top; y < bottom; ++y) row(isa, source.row(y), across, source.width, width, narrowed.row(y - top));
-  out.reset(width, height);
+  const int top = *std::min_element(down_.first.begin(), down_.first.end());
+  const int bottom = std::min(source.height, *std::max_element(down_.first.begin(), down_.first.end()) + down_.stride);
+  narrowed_.reset(width, bottom - top);
+  for (int y = top; y < bottom; ++y) row(isa, source.row(y), across_, source.width, width, narrowed_.row(y - top));
   for (int y = 0; y < height; ++y) {
-    const int num_taps = std::min(down.stride, source.height - down.first[y]);
-    columns(isa, narrowed.row(down.first[y] - top), static_cast<std::size_t>(width) * 3,
-            down.weight.data() + static_cast<std::size_t>(y) * down.stride, num_taps, width * 3, out.row(y));
+    const int num_taps = std::min(down_.stride, source.height - down_.first[y]);
+    columns(isa, narrowed_.row(down_.first[y] - top), static_cast<std::size_t>(width) * 3,
+            down_.weight.data() + static_cast<std::size_t>(y) * down_.stride, num_taps, width * 3,
+            out + static_cast<std::size_t>(y) * width * 3);
   }
 }
 

@@ -83,7 +83,8 @@ void finish(Stored& stored, Image image, const Plan& plan, double scale, const S
     box.right = std::min(box.right, double(image.width));
     box.bottom = std::min(box.bottom, double(image.height));
     Image resized;
-    resize(image, box, plan.width, plan.height, resized);
+    resized.reset(plan.width, plan.height);
+    Resizer().run(image, box, Filter{}, plan.width, plan.height, resized.rgb.data());
     image = std::move(resized);
   }
   stored.width = image.width;

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dataprep.errors import PrepError
 from dataprep.samples import Sample, Samples
 
-Payload = Path | bytes | npt.NDArray[np.uint8]  # a file, its bytes, or pixels [height, width, 3]
+Payload = str | bytes | npt.NDArray[np.uint8]  # the path of a file, its bytes, or pixels [height, width, 3]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -115,7 +115,7 @@ def _from_folders(kind: str, folder: Path, layout: _Layout) -> Source:
         classes=classes,
         domains=(),
         samples=Samples.collect(rows),
-        payload=lambda sample: folder / sample.key,
+        payload=lambda sample: f"{folder}/{sample.key}",
         one_size=(SIZE_PX, SIZE_PX),
     )
 

@@ -34,7 +34,7 @@ def open_source(request: SourceRequest) -> Source:
         classes=tuple(class_names.get(label, f"class {label}") for label in range(num_classes)),
         domains=domains,
         samples=Samples.collect(rows),
-        payload=lambda sample: root / sample.key,
+        payload=lambda sample: f"{root}/{sample.key}",
     )
 
 

@@ -79,7 +79,7 @@ def open_source(request: SourceRequest) -> Source:
         classes=classes,
         domains=domains,
         samples=samples,
-        payload=lambda sample: root / sample.key,
+        payload=lambda sample: f"{root}/{sample.key}",
         one_size=_one_size(root, samples),
         notes=tuple(notes),
     )

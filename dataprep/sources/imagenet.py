@@ -67,5 +67,5 @@ def open_source(request: SourceRequest) -> Source:
         classes=classes,
         domains=(),
         samples=samples,
-        payload=lambda sample: root / sample.key,
+        payload=lambda sample: f"{root}/{sample.key}",
     )

@@ -1,0 +1,281 @@
+"""Our loader's back ends against torchvision, DALI and FFCV: two augmented views of each image, source images a second.
+
+    python benchmarks/loader.py --quick                       # the embedded set, about a minute
+    python benchmarks/loader.py --images DIR --cifar DIR --json loader.jsonl
+
+Photos are prepared once at a short side of 256 px; every contender reads the same JPEGs from a warm page cache. It
+lives in a process of its own, on as many cores as it has threads (of DataLoaders: worker processes), and is stopped
+while others are measured, so what it has under way neither disturbs them nor counts for it. First batch: from making
+the loader to its first batch, packages imported. Other task: from asking for another task's images to their first
+batch, less the time that a batch takes anyway; peers make a new loader for it.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tyro
+from loader_data import Images, prepare_photos, prepare_small
+from loader_process import Begun, Job, Waits, advance, begin, measure_waits, settle_in
+from loader_rows import CEILINGS, LARGE, NAMES, SECTIONS, Section, filter_of, is_installed
+from loader_tables import show, summarize
+from prep import draw
+from rich.console import Console
+from timing import Case, Child, Failed, environment, interleave, speedup, write_json_lines
+
+PACKAGES = ("fastcssl", "torch", "torchvision", "pillow", "nvidia-dali-cuda130", "ffcv", "numba", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    images: Path | None = None  # A folder of photos at any depth. Without it the embedded set is drawn.
+    cifar: Path | None = None  # CIFAR-100 for the 32-px rows, or a prepared folder of it. Without it: the embedded set.
+    json: Path | None = None  # Where to write the numbers, a JSON object a line; the last one is the summary.
+    quick: bool = False  # About a minute: fewer rows and rounds, one thread.
+    smoke: bool = False  # Seconds: proves that it runs, measures nothing.
+    rounds: int | None = None  # How often everything is measured.
+    only: str = ""  # Contenders to measure, separated by commas. Empty: all.
+    work: Path | None = None  # Where to prepare images; kept, and used again by the next start.
+    seed: int = 0  # Of the embedded set.
+
+
+class Scale(NamedTuple):
+    level: int  # rows of this level and below are measured
+    rounds: int
+    slice_seconds: float  # that a contender runs in a round, at least two batches
+    batch_size: int
+    num_drawn: int
+    num_drawn_small: int
+    repetitions: int  # of waits
+
+
+SCALES = {
+    "smoke": Scale(0, 1, 0.0, 8, 40, 400, 1),
+    "quick": Scale(1, 3, 0.3, 32, 120, 2000, 2),
+    "full": Scale(2, 5, 1.0, 64, 480, 10_000, 5),
+}
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """One contender with one number of threads, in its process."""
+
+    section: Section
+    job: Job
+    child: Child
+    case: Case
+    pid: int = 0
+    begun: Begun | None = None
+    waits: Waits | None = None
+    num_batches: int = 2  # of a round
+
+    def call(self, function: Any, *args: Any, limit_seconds: float = 240) -> Any:
+        """Awake for as long as it takes, then stopped again with all its threads and workers."""
+        if self.pid:
+            os.killpg(self.pid, signal.SIGCONT)
+        try:
+            return self.child.call(function, *args, limit_seconds=limit_seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGSTOP) if self.pid else None
+
+    def settle_in(self) -> None:
+        try:
+            self.pid = self.child.call(settle_in, self.job.contender, self.job.num_threads, limit_seconds=240)
+            os.killpg(self.pid, signal.SIGSTOP)
+        except Failed as failure:
+            self.case.failure = str(failure)
+
+    def begin(self, slice_seconds: float) -> None:
+        try:
+            self.begun = begun = self.call(begin, self.job)
+        except Failed as failure:
+            self.case.failure = str(failure)
+            return
+        self.num_batches = max(2, math.ceil(slice_seconds / begun.batch_seconds))
+        self.case.num_bytes = self.case.num_bytes * self.num_batches // 2
+        self.case.num_items = self.num_batches * self.job.batch_size
+
+    def measure_waits(self, repetitions: int) -> None:
+        if self.case.failure or self.job.contender in CEILINGS or self.begun is None:
+            return
+        if self.begun.first_batch_seconds > 2:
+            repetitions = 1  # it compiles, or is slow; neither varies much
+        with contextlib.suppress(Failed):
+            self.waits = self.call(measure_waits, self.job, repetitions)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGCONT) if self.pid else None
+        self.child.close(patience_seconds=3)
+
+    @property
+    def batch_ms(self) -> float | None:
+        return 1e3 * statistics.median(self.case.seconds) / self.num_batches if self.case.seconds else None
+
+    @property
+    def first_batch_ms(self) -> float | None:
+        return 1e3 * statistics.median(self.waits.first_batch) if self.waits else None
+
+    @property
+    def other_task_ms(self) -> float | None:
+        batch_ms = self.batch_ms
+        return 1e3 * statistics.median(self.waits.other_task) - batch_ms if self.waits and batch_ms else None
+
+    def record(self) -> dict[str, Any]:
+        about = {
+            "section": self.section.key,
+            "contender": self.job.contender,
+            "filter": filter_of(self.section, self.job.contender),
+            "policy": self.job.policy,
+            "photometry": self.job.photometry,
+            "batch_size": self.job.batch_size,
+        }
+        measured = {
+            "batch_ms": self.batch_ms,
+            "first_batch_ms": self.first_batch_ms,
+            "first_batch_cold_ms": self.begun and 1e3 * self.begun.first_batch_seconds,
+            "other_task_ms": self.other_task_ms,
+            "peak_rss_mb": self.begun and self.begun.peak_mb,
+            "imports_rss_mb": self.begun and self.begun.imports_mb,
+        }
+        return {**about, **self.case.record("image"), **measured}
+
+
+@dataclass(kw_only=True)
+class Bench:
+    folder: Path
+    scale: Scale
+    only: frozenset[str]
+    entries: dict[tuple[str, str, int], Entry] = field(default_factory=dict)  # by section, contender, threads
+
+    def measure(self, section: Section, images: Images, status: Any) -> None:
+        with self._entries(section, images) as entries:
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                status.update(f"{section.key} · imports")
+                list(pool.map(Entry.settle_in, entries))
+            for entry in entries:
+                status.update(f"{section.key} · warm-up of {entry.case.name} · {entry.job.num_threads}")
+                entry.begin(self.scale.slice_seconds) if not entry.case.failure else None
+            interleave(
+                [entry.case for entry in entries],
+                self.scale.rounds,
+                lambda number, case: status.update(
+                    f"{section.key} · round {number + 1} of {self.scale.rounds} · {case.name} · {case.workers}"
+                ),
+            )
+            for entry in entries if self.scale.level else [e for e in entries if e.job.contender == section.lead]:
+                status.update(f"{section.key} · waits of {entry.case.name} · {entry.job.num_threads}")
+                entry.measure_waits(self.scale.repetitions)
+
+    @contextlib.contextmanager
+    def _entries(self, section: Section, images: Images) -> Iterator[list[Entry]]:
+        entries: list[Entry] = []
+        try:
+            for row in section.rows:
+                wanted = not self.only or row.contender in self.only
+                levels = ((1, row.level), (2, row.level_2)) if wanted and is_installed(row.contender) else ()
+                cores = len(os.sched_getaffinity(0))
+                entries += [
+                    self._entry(section, row.contender, n, images)
+                    for n, level in levels
+                    if level <= self.scale.level and n <= cores
+                ]
+            yield entries
+        finally:
+            for entry in entries:
+                entry.close()
+
+    def _entry(self, section: Section, contender: str, num_threads: int, images: Images) -> Entry:
+        large = section.policy == LARGE
+        job = Job(
+            contender=contender,
+            manifest=images.manifest,
+            jpegs=images.jpegs,
+            policy=section.policy,
+            bilinear=section.bilinear,
+            photometry=section.photometry,
+            num_threads=num_threads,
+            batch_size=self.scale.batch_size if large else 4 * self.scale.batch_size,
+        )
+        child = Child(self.folder / f"{section.key}-{contender}-{num_threads}.log")
+        case = Case(
+            name=NAMES[contender],
+            workers=num_threads,
+            num_items=2 * job.batch_size,
+            num_bytes=round(2 * job.batch_size * images.mean_bytes),
+            run=lambda: float(entry.call(advance, entry.num_batches)),
+        )
+        entry = Entry(section=section, job=job, child=child, case=case)
+        self.entries[section.key, contender, num_threads] = entry
+        return entry
+
+    def ratio(self, section: str, ours: str, other: str, threads: int = 1, other_threads: int = 1) -> float | None:
+        one, two = self.entries.get((section, ours, threads)), self.entries.get((section, other, other_threads))
+        return speedup(one.case, two.case) if one and two else None
+
+
+def prepare(options: Options, folder: Path, scale: Scale) -> tuple[Images, Images]:
+    photos = options.images or folder / "drawn"
+    if options.images is None and not photos.exists():
+        draw(photos, scale.num_drawn, options.seed)
+    cores = len(os.sched_getaffinity(0))
+    large = prepare_photos(folder / "photos", photos, cores)
+    return large, prepare_small(folder / "small", options.cifar, scale.num_drawn_small, cores)
+
+
+def main() -> int:
+    options = tyro.cli(Options, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    kind = "smoke" if options.smoke else "quick" if options.quick else "full"
+    scale = SCALES[kind]
+    scale = scale._replace(rounds=options.rounds or scale.rounds)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    load_before = os.getloadavg()[0]
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastcssl-bench-")))
+        work = options.work or logs
+        work.mkdir(parents=True, exist_ok=True)
+        bench = Bench(folder=logs, scale=scale, only=frozenset(filter(None, options.only.split(","))))
+        with Console(stderr=True).status("preparing images") as status:
+            large, small = prepare(options, work, scale)
+            for section in SECTIONS:
+                bench.measure(section, large if section.policy == LARGE else small, status)
+    console.print(
+        f"{large.num_images:,} photos ({options.images or 'the embedded set'}), short side 256 px, "
+        f"{large.mean_bytes / 1e3:.1f} kB each; {small.num_images:,} images of 32 px "
+        f"({options.cifar or 'the embedded set'}).\n"
+        f"{scale.rounds} interleaved rounds, warm cache, as many cores as threads; batches of {scale.batch_size}, "
+        f"of 32-px images {4 * scale.batch_size}.",
+        highlight=False,
+    )
+    summary = summarize(bench)
+    show(console, bench, summary)
+    if options.json is not None:
+        about = environment(
+            PACKAGES,
+            scale=kind,
+            rounds=scale.rounds,
+            slice_seconds=scale.slice_seconds,
+            seed=options.seed,
+            images=options.images.name if options.images else "synthetic",
+            num_images=large.num_images,
+            small_images=options.cifar.name if options.cifar else "synthetic",
+            num_small_images=small.num_images,
+            load_average_before=round(load_before, 2),
+        )
+        records = [entry.record() for entry in bench.entries.values()]
+        write_json_lines(options.json, [*records, {"environment": about}, {"summary": summary}])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

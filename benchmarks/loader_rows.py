@@ -1,0 +1,93 @@
+"""What loader.py measures: which contenders, in which settings, from which scale on."""
+
+import importlib.util
+from typing import NamedTuple
+
+LARGE, SMALL = "pnr-moco-imagenet", "pnr-moco-cifar"
+SMOKE, QUICK, FULL, NEVER = range(4)
+
+
+class Row(NamedTuple):
+    """`level`: measured with one thread from there on; `level_2`: with two."""
+
+    contender: str
+    level: int
+    level_2: int = FULL
+
+
+class Section(NamedTuple):
+    key: str
+    title: str
+    policy: str
+    bilinear: bool
+    photometry: bool
+    lead: str  # the contender that the others are compared with
+    rows: tuple[Row, ...]
+
+
+NAMES = {
+    "native": "native",
+    "resident": "resident",
+    "our-torchvision": "torchvision",
+    "our-dali": "dali",
+    "our-dali-inside": "dali, augment dali",
+    "our-ffcv": "ffcv",
+    "pil": "torchvision, PIL images",
+    "tensors": "torchvision v2, tensors",
+    "dali": "DALI on the CPU, its own",
+    "ffcv": "FFCV, its own",
+    "decode": "libjpeg decode alone",
+    "copy": "memcpy of the views",
+}
+OURS = ("native", "resident", "our-torchvision", "our-dali", "our-dali-inside", "our-ffcv")
+CEILINGS = ("decode", "copy")
+NEEDS = {
+    "dali": "nvidia.dali",
+    "our-dali": "nvidia.dali",
+    "our-dali-inside": "nvidia.dali",
+    "ffcv": "ffcv",
+    "our-ffcv": "ffcv",
+}
+
+_BACK_ENDS = tuple(Row(name, FULL) for name in ("our-torchvision", "our-dali", "our-ffcv"))
+_CEILINGS = (Row("decode", SMOKE), Row("copy", QUICK))
+_PEERS = (Row("pil", SMOKE), Row("tensors", QUICK), Row("dali", SMOKE))
+_BILINEAR = (Row("native", FULL, NEVER), Row("pil", FULL, NEVER), Row("tensors", FULL, NEVER), Row("dali", FULL, NEVER))
+
+SECTIONS = (
+    Section(
+        "full", "full policy, float32 out", LARGE, False, True, "native",
+        (Row("native", SMOKE, SMOKE), *_BACK_ENDS, Row("our-dali-inside", FULL), *_PEERS, *_CEILINGS),
+    ),
+    Section(
+        "geometry", "geometry alone, uint8 out", LARGE, False, False, "native",
+        (Row("native", SMOKE), *_BACK_ENDS, Row("pil", FULL), Row("tensors", FULL), Row("dali", FULL),
+         Row("ffcv", SMOKE), *(Row(name, FULL) for name in CEILINGS)),
+    ),
+    Section("full_bilinear", "full policy, float32 out", LARGE, True, True, "native", _BILINEAR),
+    Section(
+        "geometry_bilinear", "geometry alone, uint8 out", LARGE, True, False, "native",
+        (*_BILINEAR, Row("ffcv", FULL, NEVER)),
+    ),
+    Section(
+        "small", "full policy, float32 out", SMALL, False, True, "resident",
+        (Row("resident", SMOKE), Row("our-torchvision", FULL), Row("pil", SMOKE), Row("tensors", FULL),
+         Row("copy", FULL)),
+    ),
+)  # fmt: skip
+
+
+def filter_of(section: Section, contender: str) -> str:
+    if contender in CEILINGS:
+        return "-"
+    if contender in ("ffcv", "our-ffcv"):
+        return "INTER_AREA"  # whatever is asked for
+    return "bilinear" if section.bilinear else "bicubic"
+
+
+def is_installed(contender: str) -> bool:
+    package = NEEDS.get(contender, "torch")
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:  # of its parent
+        return False

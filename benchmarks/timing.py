@@ -1,0 +1,197 @@
+"""What every benchmark shares: interleaved rounds, child processes with a time limit, peak memory, JSON lines.
+
+Contenders take turns, round after round, so that a machine that slows down slows all of them; a ratio is the median
+of the ratios of single rounds, whose two sides ran within seconds of each other.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class Failed(Exception):
+    """A contender could not be measured; the text says why."""
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One contender in one setting. `run` does one round and returns the seconds that count."""
+
+    name: str
+    workers: int
+    num_items: int  # of a round
+    num_bytes: int  # that a round reads
+    run: Callable[[], float]
+    seconds: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    def rate(self, *, megabytes: bool = False, best: bool = False) -> float | None:
+        """Items a second, or megabytes read; of the median round or the best."""
+        if not self.seconds:
+            return None
+        amount = self.num_bytes / 1e6 if megabytes else self.num_items
+        return amount / (min(self.seconds) if best else statistics.median(self.seconds))
+
+    def record(self, item: str) -> dict[str, Any]:
+        rates = {
+            f"{unit}_per_s_{which}": self.rate(megabytes=unit == "mb", best=which == "best")
+            for unit in (f"{item}s", "mb")
+            for which in ("best", "median")
+        }
+        counts = {f"num_{item}s": self.num_items, f"bytes_per_{item}_read": self.num_bytes / self.num_items}
+        rest = {"round_seconds": self.seconds, "failure": self.failure or None}
+        return {"name": self.name, "workers": self.workers, **counts, **rates, **rest}
+
+
+def interleave(cases: Sequence[Case], rounds: int, on_round: Callable[[int, Case], None]) -> None:
+    """Every case once a round; each round begins with another one. A case that fails once is left out from then on."""
+    for number in range(rounds):
+        for step in range(len(cases)):
+            case = cases[(step + number) % len(cases)]
+            if case.failure:
+                continue
+            on_round(number, case)
+            try:
+                case.seconds.append(case.run())
+            except Failed as failure:
+                case.failure, case.seconds = str(failure), []
+
+
+def speedup(case: Case, other: Case, *, megabytes: bool = False, best: bool = False) -> float | None:
+    """How many times the other's rate; the median over rounds. None when either could not be measured."""
+    if not case.seconds or not other.seconds:
+        return None
+    amounts = case.num_bytes / other.num_bytes if megabytes else case.num_items / other.num_items
+    if best:
+        return amounts * min(other.seconds) / min(case.seconds)
+    return amounts * statistics.median(b / a for a, b in zip(case.seconds, other.seconds, strict=True))
+
+
+class Child:
+    """A process that runs one function after another.
+
+    It is started once, so that imports and warm-up stay out of every measurement, and it can be ended with all its
+    descendants when it hangs. Functions and arguments are pickled: they must be importable.
+    """
+
+    def __init__(self, log: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._log = log
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, log))
+        self._process.start()
+        theirs.close()
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_seconds: float) -> Any:
+        try:
+            self._pipe.send((function, args))
+            if not self._pipe.poll(limit_seconds):
+                self.close(patience_seconds=0)
+                raise Failed(f"no answer within {limit_seconds:.0f} s. {self._last_words()}")
+            failure, result = self._pipe.recv()
+        except (EOFError, OSError):
+            raise Failed(f"its process ended. {self._last_words()}") from None
+        if failure:
+            raise Failed(failure)
+        return result
+
+    def close(self, patience_seconds: float = 10) -> None:
+        """Lets it end by itself, which frees its semaphores; past `patience_seconds` ends it and its descendants."""
+        self._pipe.close()
+        self._process.join(patience_seconds)
+        if self._process.is_alive() and self._process.pid:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # too young to be a group of its own
+                self._process.kill()
+            self._process.join()
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        return lines[-1].rpartition("\r")[2][:200] if lines else ""
+
+
+def _serve(pipe: Any, log: Path) -> None:
+    os.setsid()
+    # A spawned process would spawn in turn, and contenders start their workers as the platform does.
+    multiprocessing.set_start_method(None, force=True)
+    # Progress bars of contenders go to a file, which also keeps the last words of one that dies.
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("", function(*args))
+        except Exception as error:
+            traceback.print_exc()
+            answer = (f"{type(error).__name__}: {error}", None)
+        pipe.send(answer)
+
+
+def peak_rss_mb() -> float:
+    """Of this process since it began; call it inside a Child.
+
+    Not getrusage: on Linux its ru_maxrss also counts the parent's memory from before the child's exec.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise Failed("/proc/self/status has no VmHWM")
+
+
+def environment(packages: Iterable[str], **more: Any) -> dict[str, Any]:
+    """Where numbers come from: commit, versions, processor, how busy the machine was."""
+    return {
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "system": f"{platform.system()} {platform.release()}",
+        **more,
+    }
+
+
+def _commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record, allow_nan=False) + "\n" for record in records), encoding="utf-8")

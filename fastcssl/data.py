@@ -1,0 +1,60 @@
+"""A prepared data set, opened for reading: its manifest, its sample table, where its shards are."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dataprep.manifest import Manifest, SplitName, load_manifest, manifest_path
+from dataprep.table import Table, load_table, rows_of_ids
+
+Order = Literal["shuffled", "sequential", "endless"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    manifest: Manifest
+    folder: Path
+    table: Table  # one row a sample, sorted by id
+
+    @classmethod
+    def open(cls, where: Path | str) -> "Prepared":
+        """`where`: a prepared folder, or one of its manifests."""
+        path = manifest_path(Path(where))
+        manifest = load_manifest(path)
+        return cls(manifest=manifest, folder=path.parent, table=load_table(manifest, path.parent))
+
+    def rows(self, selection: "Selection") -> npt.NDArray[np.int64]:
+        """The table's rows of a selection, in the order of ids."""
+        num_tasks = len(self.manifest.tasks)
+        for task in selection.tasks:
+            if not 0 <= task < num_tasks:
+                raise ValueError(f"task {task} does not exist; the manifest has {num_tasks}, counted from 0")
+        parts = [self.manifest.tasks[task].part(selection.split) for task in selection.tasks]
+        ids = np.concatenate([np.fromiter(part.iter_ids(), np.int64, part.count) for part in parts])
+        ids.sort()
+        if selection.ids is not None:
+            wanted = np.unique(np.asarray(selection.ids, np.int64))
+            missing = np.setdiff1d(wanted, ids)
+            if len(missing):
+                raise ValueError(f"sample {missing[0]} is not in {selection.split} of tasks {selection.tasks}")
+            ids = wanted
+        return rows_of_ids(self.table, ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Selection:
+    """Which samples, and in which order. It may span tasks and shards (joint, replay, Fisher passes, 1 % probes)."""
+
+    tasks: tuple[int, ...]
+    split: SplitName = "train"
+    ids: npt.NDArray[np.int64] | None = None  # None: all of the tasks
+    order: Order = "shuffled"
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ValueError("a selection needs at least one task")
+        if len(set(self.tasks)) != len(self.tasks):
+            raise ValueError(f"a selection names a task twice: {self.tasks}")

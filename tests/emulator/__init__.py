@@ -1,0 +1,1 @@
+"""Runs CUDA source without a GPU; see README.md."""

@@ -1,0 +1,20 @@
+// __half with the conversions that our sources use; g++'s _Float16 rounds to nearest, ties to even.
+#pragma once
+
+#include "cuda_emulator.h"
+
+struct __half {
+  unsigned short bits;
+};
+
+inline __half __float2half_rn(float value) {
+  const _Float16 rounded = static_cast<_Float16>(value);
+  __half out;
+  std::memcpy(&out.bits, &rounded, sizeof out.bits);
+  return out;
+}
+inline float __half2float(__half value) {
+  _Float16 half;
+  std::memcpy(&half, &value.bits, sizeof half);
+  return static_cast<float>(half);
+}
