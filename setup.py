@@ -82,7 +82,8 @@ def codec() -> Extension:
 def native() -> Extension:
     """The loader's engine."""
     sources = ["csrc/register.cpp", "csrc/device/device_cuda.cu" if find_cuda() else "csrc/device/device_cpu.cpp"]
-    sources += ["csrc/codec/jpeg.cpp", "csrc/codec/resize.cpp", "csrc/views/engine.cpp", *PHOTOMETRIC]
+    sources += ["csrc/codec/jpeg.cpp", "csrc/codec/resize.cpp"]
+    sources += ["csrc/views/cropper.cpp", "csrc/views/engine.cpp", *PHOTOMETRIC]
     return Pybind11Extension(
         "fastcssl._native",
         sources,

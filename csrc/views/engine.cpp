@@ -7,12 +7,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
-#include "../codec/jpeg.h"
+#include "cropper.h"
 
 namespace fastcssl::views {
 namespace {
@@ -49,9 +48,7 @@ void read_ahead(const Shard& shard, std::size_t offset, std::size_t size) {
 
 // One thread's buffers, kept from sample to sample.
 struct Engine::Worker {
-  codec::Image image;
-  int origin_x = 0, origin_y = 0;
-  codec::Resizer resizer;
+  Cropper cropper;
   std::vector<std::uint8_t> crop;
   std::unique_ptr<void, AlignedFree> scratch;
   std::size_t scratch_bytes = 0;
@@ -174,9 +171,7 @@ void Engine::do_sample(Worker& worker, Job& job, std::size_t place) {
           worker.crop.resize(crop_bytes);
           crop = worker.crop.data();
         }
-        const codec::Box inside{double(box[0]) - worker.origin_x, double(box[1]) - worker.origin_y,
-                                double(box[2]) - worker.origin_x, double(box[3]) - worker.origin_y};
-        worker.resizer.run(worker.image, inside, view.filter, view.size_px, view.size_px, crop);
+        worker.cropper.crop(box, view.filter, view.size_px, crop);
         if (job.views_V[v] != nullptr) {
           const std::size_t value_bytes = job.type == OutType::float32 ? 4 : 2;
           photometric_image(crop, view.size_px, view.size_px, &job.columns_VNC[(v * num_samples + place) * kNumColumns],
@@ -194,16 +189,15 @@ void Engine::do_sample(Worker& worker, Job& job, std::size_t place) {
   job.faults.emplace_back(static_cast<int>(place), fault);
 }
 
-// The part of the sample that its views need, in worker.image.
+// The part of the sample that its views need.
 bool Engine::load(Worker& worker, const Job& job, std::size_t place, std::string& fault) {
   const Shard& shard = *job.file_N[place];
   const std::size_t offset = static_cast<std::size_t>(job.place_N[place]);
   const std::size_t size = static_cast<std::size_t>(job.bytes_N[place]);
   if (shard.pixel_height > 0) {
     const std::size_t image_bytes = static_cast<std::size_t>(shard.pixel_height) * shard.pixel_width * 3;
-    worker.image.reset(shard.pixel_width, shard.pixel_height);
-    std::memcpy(worker.image.rgb.data(), shard.data + shard.data_offset + offset * image_bytes, image_bytes);
-    worker.origin_x = worker.origin_y = 0;
+    const std::uint8_t* pixels = shard.data + shard.data_offset + offset * image_bytes;
+    worker.cropper.load_pixels(pixels, shard.pixel_width, shard.pixel_height);
     return true;
   }
   if (offset > shard.size || size > shard.size - offset) {
@@ -211,24 +205,11 @@ bool Engine::load(Worker& worker, const Job& job, std::size_t place, std::string
     return false;
   }
   const int width = job.width_N[place], height = job.height_N[place];
-  const std::size_t num_samples = job.shard_N.size();
   codec::Region region{width, height, 0, 0};
-  for (std::size_t v = 0; v < views_.size(); ++v) {
-    const float* box = &job.box_VN4[(v * num_samples + place) * 4];
-    // A filter that looks past its box needs what lies there.
-    const double scale = std::max((double(box[2]) - box[0]), (double(box[3]) - box[1])) / views_[v].size_px;
-    const int margin = views_[v].filter.stop_at_box ? 0 : static_cast<int>(std::ceil(2 * std::max(scale, 1.0))) + 1;
-    region.left = std::min(region.left, std::max(0, static_cast<int>(std::floor(box[0])) - margin));
-    region.top = std::min(region.top, std::max(0, static_cast<int>(std::floor(box[1])) - margin));
-    region.right = std::max(region.right, std::min(width, static_cast<int>(std::ceil(box[2])) + margin));
-    region.bottom = std::max(region.bottom, std::min(height, static_cast<int>(std::ceil(box[3])) + margin));
-  }
-  codec::Diagnosis diagnosis;
-  if (codec::decode_region({shard.data + offset, size}, region, worker.image, worker.origin_x, worker.origin_y,
-                           diagnosis))
-    return true;
-  fault = diagnosis.damage;
-  return false;
+  for (std::size_t v = 0; v < views_.size(); ++v)
+    include(region, &job.box_VN4[(v * job.shard_N.size() + place) * 4], views_[v].filter, views_[v].size_px, width,
+            height);
+  return worker.cropper.load_jpeg({shard.data + offset, size}, region, fault);
 }
 
 }  // namespace fastcssl::views
