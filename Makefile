@@ -15,7 +15,8 @@ demo: $(VENV)/installed
 	$(BIN)/fastcssl-prep split demo/data --scenario domain --name by-style
 	$(BIN)/fastcssl-prep inspect demo/data --sheet demo/sheet.png
 	$(BIN)/fastcssl-prep inspect demo/data/by-style.json --sheet demo/sheet-by-style.png
-	@echo "Look at demo/sheet.png and demo/sheet-by-style.png."
+	$(BIN)/fastcssl-prep inspect demo/data --views pnr-moco-cifar --sheet demo/views.png | tail -1
+	@echo "Look at demo/sheet.png, demo/sheet-by-style.png and demo/views.png."
 
 ## make test: lint, types, and the whole test suite with every back end
 test: check
@@ -33,6 +34,7 @@ format: $(VENV)/installed-dev
 ## make bench: every benchmark in its quick form
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/prep.py --quick
+	$(BIN)/python benchmarks/loader.py --quick
 
 $(VENV)/bin/python:
 	.ci/packages $(PYTHON)

@@ -17,16 +17,16 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tyro
 from loader_data import Images, prepare_photos, prepare_small
 from loader_process import Begun, Job, Waits, advance, begin, measure_waits, settle_in
-from loader_rows import CEILINGS, LARGE, NAMES, SECTIONS, Section, filter_of, is_installed
+from loader_rows import CEILINGS, LARGE, NAMES, SECTIONS, SMOKE, Section, filter_of, is_installed
 from loader_tables import show, summarize
 from prep import draw
 from rich.console import Console
@@ -88,27 +88,30 @@ class Entry:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGSTOP) if self.pid else None
 
-    def settle_in(self) -> None:
+    def settle_in(self, number: int) -> None:
         try:
-            self.pid = self.child.call(settle_in, self.job.contender, self.job.num_threads, limit_seconds=240)
+            self.pid = self.child.call(settle_in, self.job.contender, self.job.num_threads, number, limit_seconds=240)
             os.killpg(self.pid, signal.SIGSTOP)
         except Failed as failure:
             self.case.failure = str(failure)
 
-    def begin(self, slice_seconds: float) -> None:
+    def begin(self, images: Images, slice_seconds: float) -> None:
+        if self.case.failure:
+            return
+        self.job = replace(self.job, manifest=images.manifest, jpegs=images.jpegs)
         try:
             self.begun = begun = self.call(begin, self.job)
         except Failed as failure:
             self.case.failure = str(failure)
             return
         self.num_batches = max(2, math.ceil(slice_seconds / begun.batch_seconds))
-        self.case.num_bytes = self.case.num_bytes * self.num_batches // 2
         self.case.num_items = self.num_batches * self.job.batch_size
+        self.case.num_bytes = round(self.case.num_items * images.mean_bytes)
 
     def measure_waits(self, repetitions: int) -> None:
         if self.case.failure or self.job.contender in CEILINGS or self.begun is None:
             return
-        if self.begun.first_batch_seconds > 2:
+        if self.begun.first_batch_seconds > 1:
             repetitions = 1  # it compiles, or is slow; neither varies much
         with contextlib.suppress(Failed):
             self.waits = self.call(measure_waits, self.job, repetitions)
@@ -128,8 +131,10 @@ class Entry:
 
     @property
     def other_task_ms(self) -> float | None:
-        batch_ms = self.batch_ms
-        return 1e3 * statistics.median(self.waits.other_task) - batch_ms if self.waits and batch_ms else None
+        """Lost by switching. Compared with the batches that followed it at once, because noise comes and goes."""
+        if self.waits is None:
+            return None
+        return 1e3 * statistics.median(a - b for a, b in zip(self.waits.other_task, self.waits.batch, strict=True))
 
     def record(self) -> dict[str, Any]:
         about = {
@@ -145,6 +150,7 @@ class Entry:
             "first_batch_ms": self.first_batch_ms,
             "first_batch_cold_ms": self.begun and 1e3 * self.begun.first_batch_seconds,
             "other_task_ms": self.other_task_ms,
+            "waits": self.waits and self.waits._asdict(),
             "peak_rss_mb": self.begun and self.begun.peak_mb,
             "imports_rss_mb": self.begun and self.begun.imports_mb,
         }
@@ -158,66 +164,66 @@ class Bench:
     only: frozenset[str]
     entries: dict[tuple[str, str, int], Entry] = field(default_factory=dict)  # by section, contender, threads
 
-    def measure(self, section: Section, images: Images, status: Any) -> None:
-        with self._entries(section, images) as entries:
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                status.update(f"{section.key} · imports")
-                list(pool.map(Entry.settle_in, entries))
-            for entry in entries:
-                status.update(f"{section.key} · warm-up of {entry.case.name} · {entry.job.num_threads}")
-                entry.begin(self.scale.slice_seconds) if not entry.case.failure else None
-            interleave(
-                [entry.case for entry in entries],
-                self.scale.rounds,
-                lambda number, case: status.update(
-                    f"{section.key} · round {number + 1} of {self.scale.rounds} · {case.name} · {case.workers}"
-                ),
-            )
-            for entry in entries if self.scale.level else [e for e in entries if e.job.contender == section.lead]:
-                status.update(f"{section.key} · waits of {entry.case.name} · {entry.job.num_threads}")
-                entry.measure_waits(self.scale.repetitions)
-
     @contextlib.contextmanager
-    def _entries(self, section: Section, images: Images) -> Iterator[list[Entry]]:
+    def started(self, sections: Sequence[Section]) -> Iterator[ThreadPoolExecutor]:
+        """The processes of these sections; the pool is done when they have imported what they need."""
         entries: list[Entry] = []
-        try:
-            for row in section.rows:
-                wanted = not self.only or row.contender in self.only
-                levels = ((1, row.level), (2, row.level_2)) if wanted and is_installed(row.contender) else ()
-                cores = len(os.sched_getaffinity(0))
-                entries += [
-                    self._entry(section, row.contender, n, images)
-                    for n, level in levels
-                    if level <= self.scale.level and n <= cores
-                ]
-            yield entries
-        finally:
-            for entry in entries:
-                entry.close()
+        cores = len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(cores) as pool:
+            try:
+                for section, row in ((each, row) for each in sections for row in each.rows):
+                    if (self.only and row.contender not in self.only) or not is_installed(row.contender):
+                        continue
+                    for num_threads, level in ((1, row.level), (2, row.level_2)):
+                        if level <= self.scale.level and num_threads <= cores:
+                            entries.append(self._entry(section, row.contender, num_threads))
+                            pool.submit(entries[-1].settle_in, len(entries))
+                yield pool
+            finally:
+                pool.shutdown(cancel_futures=True)
+                with ThreadPoolExecutor(max(1, len(entries))) as closing:  # some are slow to end
+                    closing.map(Entry.close, entries)
 
-    def _entry(self, section: Section, contender: str, num_threads: int, images: Images) -> Entry:
-        large = section.policy == LARGE
-        job = Job(
-            contender=contender,
-            manifest=images.manifest,
-            jpegs=images.jpegs,
-            policy=section.policy,
-            bilinear=section.bilinear,
-            photometry=section.photometry,
-            num_threads=num_threads,
-            batch_size=self.scale.batch_size if large else 4 * self.scale.batch_size,
+    def _entry(self, section: Section, contender: str, num_threads: int) -> Entry:
+        batch_size = self.scale.batch_size if section.policy == LARGE else 4 * self.scale.batch_size
+        entry = Entry(
+            section=section,
+            job=Job(
+                contender=contender,
+                policy=section.policy,
+                bilinear=section.bilinear,
+                photometry=section.photometry,
+                num_threads=num_threads,
+                batch_size=batch_size,
+            ),
+            child=Child(self.folder / f"{section.key}-{contender}-{num_threads}.log"),
+            case=Case(
+                name=NAMES[contender],
+                workers=num_threads,
+                num_items=batch_size,
+                num_bytes=0,
+                run=lambda: float(entry.call(advance, entry.num_batches)),
+            ),
         )
-        child = Child(self.folder / f"{section.key}-{contender}-{num_threads}.log")
-        case = Case(
-            name=NAMES[contender],
-            workers=num_threads,
-            num_items=2 * job.batch_size,
-            num_bytes=round(2 * job.batch_size * images.mean_bytes),
-            run=lambda: float(entry.call(advance, entry.num_batches)),
-        )
-        entry = Entry(section=section, job=job, child=child, case=case)
         self.entries[section.key, contender, num_threads] = entry
         return entry
+
+    def measure(self, section: Section, images: Images, on_step: Callable[[str], None]) -> None:
+        entries = [entry for entry in self.entries.values() if entry.section == section]
+        for entry in entries:
+            on_step(f"{section.key} · warm-up · {entry.case.name} · {entry.case.workers}")
+            entry.begin(images, self.scale.slice_seconds)
+        interleave(
+            [entry.case for entry in entries],
+            self.scale.rounds,
+            lambda number, case: on_step(
+                f"{section.key} · round {number + 1} of {self.scale.rounds} · {case.name} · {case.workers}"
+            ),
+        )
+        for entry in entries:
+            if self.scale.level > SMOKE or entry.job.contender == section.lead:
+                on_step(f"{section.key} · waits · {entry.case.name} · {entry.case.workers}")
+                entry.measure_waits(self.scale.repetitions)
 
     def ratio(self, section: str, ours: str, other: str, threads: int = 1, other_threads: int = 1) -> float | None:
         one, two = self.entries.get((section, ours, threads)), self.entries.get((section, other, other_threads))
@@ -245,10 +251,18 @@ def main() -> int:
         work = options.work or logs
         work.mkdir(parents=True, exist_ok=True)
         bench = Bench(folder=logs, scale=scale, only=frozenset(filter(None, options.only.split(","))))
+        # Few processes are started at once, and import while images are prepared; many would not fit into memory.
+        groups = [[section] for section in SECTIONS] if kind == "full" else [list(SECTIONS)]
+        prepared: tuple[Images, Images] | None = None
         with Console(stderr=True).status("preparing images") as status:
-            large, small = prepare(options, work, scale)
-            for section in SECTIONS:
-                bench.measure(section, large if section.policy == LARGE else small, status)
+            for group in groups:
+                with bench.started(group) as imports:
+                    prepared = prepared or prepare(options, work, scale)
+                    imports.shutdown()
+                    for section in group:
+                        bench.measure(section, prepared[section.policy != LARGE], status.update)
+        assert prepared is not None
+        large, small = prepared
     console.print(
         f"{large.num_images:,} photos ({options.images or 'the embedded set'}), short side 256 px, "
         f"{large.mean_bytes / 1e3:.1f} kB each; {small.num_images:,} images of 32 px "

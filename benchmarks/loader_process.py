@@ -29,13 +29,13 @@ class Job:
     """One contender in one setting."""
 
     contender: str
-    manifest: Path  # a split into a few tasks
-    jpegs: Path | None  # a folder with the same images as loose files, named by id; None: the array is all there is
     policy: str
     bilinear: bool
     photometry: bool
     num_threads: int
     batch_size: int
+    manifest: Path = Path()  # a split into a few tasks; set when images are prepared
+    jpegs: Path | None = None  # a folder with the same images as loose files, named by id; None: there is but the array
 
     def views(self) -> Policy:
         chosen = policy(self.policy)
@@ -255,6 +255,7 @@ class Waits(NamedTuple):
 
     first_batch: list[float]  # from making the loader to its first batch
     other_task: list[float]  # from asking for another task to its first batch; peers make a new loader
+    batch: list[float]  # a later batch of that task
 
 
 class _Running:
@@ -270,12 +271,18 @@ def die_with_parent(*_: Any) -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def settle_in(contender: str, num_threads: int) -> int:
-    """Takes as many cores as threads, before any library counts them; imports. Returns the process's id."""
+def settle_in(contender: str, num_threads: int, number: int) -> int:
+    """Takes as many cores as threads, before any library counts them; imports. Returns the process's id.
+
+    Processes import on different cores, by their number, and are then measured on the same.
+    """
     die_with_parent()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_threads])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [cores[(number + i) % len(cores)] for i in range(num_threads)])
     for name in _contender(contender).modules:
         importlib.import_module(name)
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores[:num_threads])
     return os.getpid()
 
 
@@ -296,7 +303,7 @@ def advance(num_batches: int) -> float:
 
 
 def measure_waits(job: Job, repetitions: int) -> Waits:
-    waits = Waits([], [])
+    waits = Waits([], [], [])
     for _ in range(repetitions):
         _close()
         waits.first_batch.append(_open(job, 0))
@@ -305,6 +312,8 @@ def measure_waits(job: Job, repetitions: int) -> Waits:
         _Running.batches = _Running.feed.stream(1)
         next(_Running.batches)
         waits.other_task.append(time.perf_counter() - began)
+        advance(_Running.feed.ahead)
+        waits.batch.append(advance(2) / 2)
     _close()
     return waits
 

@@ -29,7 +29,7 @@ def task_table(
     quarantined_by_task: Sequence[int] | None = None,
 ) -> RichTable:
     """A row a task. What only a build knows is added when given."""
-    shown = RichTable(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
+    shown = RichTable(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, collapse_padding=True)
     shown.add_column("task", justify="right")
     shown.add_column("name", no_wrap=True)
     for heading in ("classes", "train", "val", "bytes", "each", "pixels"):

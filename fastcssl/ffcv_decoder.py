@@ -1,11 +1,14 @@
 """FFCV, made to serve many files and tasks: a decoder that gives all views from one decode, and a thread for each file.
 
-The decoder is compiled once in a process. It captures nothing (numba freezes what is captured): boxes, sizes and the
-addresses to write to come with every call, in the buffers that FFCV hands to its operations.
+FFCV's own decoder ignores whether libjpeg succeeded, takes the fast inverse DCT and resizes with INTER_AREA alone. Ours
+calls the native engine's code, so that crops are the same to the bit. It is compiled once in a process and captures no
+array (numba would freeze it): boxes, sizes and the addresses to write to come with every call, in the buffers that FFCV
+hands to its operations.
 
 B rows at most in a call, N rows, V views.
 """
 
+import ctypes
 import importlib
 import math
 import queue
@@ -22,6 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from fastcssl import _native
 
 numba: Any = importlib.import_module("numba")
 numba_typed: Any = importlib.import_module("numba.typed")
@@ -52,17 +57,18 @@ def _plain_dicts() -> Iterator[None]:
 
 
 with _kept_settings(), _plain_dicts():
-    from ffcv.libffcv import ctypes_imdecode, ctypes_resize
     from ffcv.loader import Loader, OrderOption
     from ffcv.loader.epoch_iterator import EpochIterator
     from ffcv.pipeline import Compiler, PipelineSpec
     from ffcv.pipeline.allocation_query import AllocationQuery
     from ffcv.pipeline.operation import Operation
 
-OTHER_SIZE = 1  # the JPEG's header says another size than the table, or cannot be found
-NOT_INTACT = -1  # libjpeg-turbo warned or failed
+OTHER_SIZE = 1  # the JPEG's header says another size than the table
+NO_MEMORY = -2  # from the engine; -1 is damage
 
 _compiled: Callable[..., Any] = numba.njit(nogil=True)
+_crop_jpeg: Any = ctypes.CDLL(_native.__file__).fastcssl_crop_jpeg  # csrc/views/cropper.cpp
+_crop_jpeg.argtypes, _crop_jpeg.restype = [ctypes.c_int64] * 7, ctypes.c_int64
 
 
 # ---- One sample ------------------------------------------------------------------------------------------------------
@@ -84,36 +90,13 @@ def _frame_size(jpeg: Any) -> tuple[int, int]:
 
 
 @_compiled
-def crop_pixels(pixels: Any, height: int, width: int, box_V4: Any, target_V2: Any) -> None:
-    """Writes the views of a decoded image: V boxes to V (size, address).
-
-    The filter is OpenCV's INTER_AREA, the only one that FFCV has: the mean over each output pixel's area where the box
-    is shrunk on both axes, else its blend of the two nearest pixels. It stops at the box. Edges are whole pixels.
-    """
-    for view in range(len(box_V4)):
-        # OpenCV ends the process when a box is empty or leaves the image.
-        left = min(max(round(box_V4[view, 0]), 0), width - 1)
-        top = min(max(round(box_V4[view, 1]), 0), height - 1)
-        right = min(max(round(box_V4[view, 2]), left + 1), width)
-        bottom = min(max(round(box_V4[view, 3]), top + 1), height)
-        size, address = target_V2[view, 0], target_V2[view, 1]
-        ctypes_resize(0, pixels.ctypes.data, height, width, top, bottom, left, right, address, size, size)
-
-
-@_compiled
-def crop_jpeg(jpeg: Any, height: int, width: int, box_V4: Any, target_V2: Any) -> int:
-    """Decodes once, writes all views; 0, or why not. The one place that says which code decodes and resizes."""
+def crop_jpeg(jpeg: Any, height: int, width: int, box_V4: Any, target_V3: Any) -> Any:
+    """Decodes once and writes all views to their (size in pixels, address, filter); 0, or why not."""
     found_height, found_width = _frame_size(jpeg)
-    if found_height != height or found_width != width:
+    if found_height != 0 and (found_height != height or found_width != width):
         return OTHER_SIZE
-    pixels = np.empty(height * width * 3, np.uint8)
-    status = ctypes_imdecode(
-        jpeg.ctypes.data, jpeg.size, height, width, pixels.ctypes.data, height, width, 0, 0, 1, 1, False, False
-    )
-    if status != 0:  # any warning too: a truncated file is only warned about
-        return NOT_INTACT
-    crop_pixels(pixels, height, width, box_V4, target_V2)
-    return 0
+    box, target = box_V4.ctypes.data, target_V3.ctypes.data
+    return _crop_jpeg(jpeg.ctypes.data, jpeg.size, width, height, len(box_V4), box, target)
 
 
 # ---- FFCV's operation ------------------------------------------------------------------------------------------------
@@ -125,7 +108,7 @@ def _decode_batch(parallel: bool) -> Any:
     each = numba.prange if parallel else range
 
     def decode(row_N: Any, memory: Any, image_S: Any, storage: Any) -> Any:
-        box_BV4, target_BV2, status_B = memory
+        box_BV4, target_BV3, status_B = memory
         content, start_S, num_bytes_S = storage
         for i in each(len(row_N)):
             image = image_S[row_N[i]]
@@ -133,7 +116,7 @@ def _decode_batch(parallel: bool) -> Any:
             num_bytes = num_bytes_S[np.searchsorted(start_S, start)]
             jpeg = content[start : start + num_bytes]
             status_B[i] = crop_jpeg(
-                jpeg, np.int64(image["height"]), np.int64(image["width"]), box_BV4[i], target_BV2[i]
+                jpeg, np.int64(image["height"]), np.int64(image["width"]), box_BV4[i], target_BV3[i]
             )
         return status_B
 
@@ -150,7 +133,7 @@ class ViewsDecoder(Operation):  # type: ignore[misc]
     def declare_state_and_memory(self, previous_state: Any) -> tuple[Any, Any]:
         queries = (
             AllocationQuery((self._num_views, 4), np.dtype(np.float32)),
-            AllocationQuery((self._num_views, 2), np.dtype(np.int64)),
+            AllocationQuery((self._num_views, 3), np.dtype(np.int64)),
             AllocationQuery((), np.dtype(np.int32)),
         )
         return replace(previous_state, jit_mode=True, shape=(), dtype=np.dtype(np.int32)), queries
@@ -193,7 +176,7 @@ class Part:
     place_N: npt.NDArray[np.int64]  # in the batch
     row_N: npt.NDArray[np.int64]  # in the file
     box_NV4: npt.NDArray[np.float32]
-    target_NV2: npt.NDArray[np.int64]  # size in pixels, address
+    target_NV3: npt.NDArray[np.int64]  # size in pixels, address, filter: csrc/views/cropper.cpp
     share: float  # of the batch
     status_N: Future[npt.NDArray[np.int32]] = field(default_factory=Future)
 
@@ -226,9 +209,9 @@ class BetonReader(EpochIterator):  # type: ignore[misc]
 
     def _decoded(self, part: Part) -> npt.NDArray[np.int32]:
         (memory,) = self.memory_allocations["operation"].values()
-        box_BV4, target_BV2, _ = (buffer[0] for buffer in memory)
+        box_BV4, target_BV3, _ = (buffer[0] for buffer in memory)
         count = len(part.row_N)
-        box_BV4[:count], target_BV2[:count] = part.box_NV4, part.target_NV2
+        box_BV4[:count], target_BV3[:count] = part.box_NV4, part.target_NV3
         (status_N,) = self.run_pipeline(0, part.row_N, 0, None)
         return np.array(status_N)
 

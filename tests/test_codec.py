@@ -316,9 +316,9 @@ def test_a_region_holds_the_pixels_of_a_full_decode(options: dict[str, object]) 
     for _ in range(60):
         left, top = int(rng.integers(0, 200)), int(rng.integers(0, 115))
         right, bottom = int(rng.integers(left + 1, 212)), int(rng.integers(top + 1, 124))
-        raw, height, width, x, y = _codec.decode_region(jpeg, left, top, right, bottom)
+        raw, height, width, x, y = _codec.decode_region(jpeg, 211, 123, left, top, right, bottom)
         part = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
         assert x <= left and y <= top and x + width >= right and y + height >= bottom
         assert (part[top - y : bottom - y, left - x : right - x] == whole[top:bottom, left:right]).all()
     with pytest.raises(ValueError, match="not as prepared"):
-        _codec.decode_region(jpeg, 0, 0, 500, 10)
+        _codec.decode_region(jpeg, 500, 123, 0, 0, 500, 10)

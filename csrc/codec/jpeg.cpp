@@ -205,13 +205,14 @@ bool decode(Bytes jpeg, int reduction, Image& image, Diagnosis& diagnosis) {
   return diagnosis.damage.empty();
 }
 
-bool decode_region(Bytes jpeg, const Region& region, Image& image, int& origin_x, int& origin_y, Diagnosis& diagnosis) {
+bool decode_region(Bytes jpeg, int width, int height, const Region& region, Image& image, int& origin_x, int& origin_y,
+                   Diagnosis& diagnosis) {
   Decompressor reader(diagnosis);
   jpeg_decompress_struct& cinfo = reader.cinfo;
   if (setjmp(reader.errors.jump)) return fail(reader.errors, diagnosis);
   read_and_check_header(reader, jpeg, /*keep_exif=*/false);
-  if (is_cmyk(cinfo) || region.right > static_cast<int>(cinfo.image_width) ||
-      region.bottom > static_cast<int>(cinfo.image_height)) {
+  if (is_cmyk(cinfo) || static_cast<int>(cinfo.image_width) != width ||
+      static_cast<int>(cinfo.image_height) != height) {
     std::snprintf(reader.errors.message, sizeof reader.errors.message, "%u x %u pixels%s, not as prepared",
                   cinfo.image_width, cinfo.image_height, is_cmyk(cinfo) ? " of CMYK" : "");
     return fail(reader.errors, diagnosis);
@@ -223,18 +224,18 @@ bool decode_region(Bytes jpeg, const Region& region, Image& image, int& origin_x
   constexpr int kMargin = 16;
   JDIMENSION left = static_cast<JDIMENSION>(region.left > kMargin ? region.left - kMargin : 0);
   const int right = region.right + kMargin;
-  JDIMENSION width = (right < static_cast<int>(cinfo.image_width) ? static_cast<JDIMENSION>(right) : cinfo.image_width) - left;
+  JDIMENSION columns = static_cast<JDIMENSION>(right < width ? right : width) - left;
   // A cut that saves less than a quarter of the columns costs more than it saves.
-  if (width * 4 < cinfo.image_width * 3) {
-    jpeg_crop_scanline(&cinfo, &left, &width);
+  if (columns * 4 < cinfo.image_width * 3) {
+    jpeg_crop_scanline(&cinfo, &left, &columns);
   } else {
     left = 0;
-    width = cinfo.image_width;
+    columns = cinfo.image_width;
   }
   if (region.top > 0) jpeg_skip_scanlines(&cinfo, static_cast<JDIMENSION>(region.top));
   origin_x = static_cast<int>(left);
   origin_y = region.top;
-  image.reset(static_cast<int>(width), region.bottom - region.top);
+  image.reset(static_cast<int>(columns), region.bottom - region.top);
   while (static_cast<int>(cinfo.output_scanline) < region.bottom) {
     JSAMPROW row = image.row(static_cast<int>(cinfo.output_scanline) - region.top);
     if (jpeg_read_scanlines(&cinfo, &row, 1) == 0) break;

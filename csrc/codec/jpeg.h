@@ -42,11 +42,12 @@ bool decode(Bytes jpeg, int reduction, Image& image, Diagnosis& diagnosis);
 
 // Decodes only the rectangle [left, right) x [top, bottom) and a few columns around it. `origin_x` and `origin_y` say where
 // `image` begins in the whole picture. Inside the rectangle the pixels are those of a full decode. What lies below it is
-// not read, so damage there goes unnoticed.
+// not read, so damage there goes unnoticed. A picture of another size than `width` x `height` is refused.
 struct Region {
   int left, top, right, bottom;
 };
-bool decode_region(Bytes jpeg, const Region& region, Image& image, int& origin_x, int& origin_y, Diagnosis& diagnosis);
+bool decode_region(Bytes jpeg, int width, int height, const Region& region, Image& image, int& origin_x, int& origin_y,
+                   Diagnosis& diagnosis);
 
 // Baseline, 4:2:0, the same bytes on every machine with the same library. False: see `error`.
 bool encode(const Image& image, int quality, std::string& jpeg, std::string& error);

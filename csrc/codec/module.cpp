@@ -174,9 +174,9 @@ PYBIND11_MODULE(_codec, m) {
 
   m.def(
       "decode_region",
-      [](const py::bytes& jpeg, int left, int top, int right, int bottom) {
-        if (left < 0 || top < 0 || right <= left || bottom <= top)
-          throw std::invalid_argument("the region must not be empty");
+      [](const py::bytes& jpeg, int width, int height, int left, int top, int right, int bottom) {
+        if (left < 0 || top < 0 || right <= left || bottom <= top || right > width || bottom > height)
+          throw std::invalid_argument("the region must lie inside the image and not be empty");
         const std::string_view view = jpeg;
         Image image;
         Diagnosis diagnosis;
@@ -185,12 +185,13 @@ PYBIND11_MODULE(_codec, m) {
         {
           py::gil_scoped_release release;
           intact = decode_region({reinterpret_cast<const std::uint8_t*>(view.data()), view.size()},
-                                 {left, top, right, bottom}, image, x, y, diagnosis);
+                                 width, height, {left, top, right, bottom}, image, x, y, diagnosis);
         }
         if (!intact) throw std::invalid_argument(diagnosis.damage);
         return py::make_tuple(bytes_of(image), image.height, image.width, x, y);
       },
-      py::arg("jpeg"), py::arg("left"), py::arg("top"), py::arg("right"), py::arg("bottom"));
+      py::arg("jpeg"), py::arg("width"), py::arg("height"), py::arg("left"), py::arg("top"), py::arg("right"),
+      py::arg("bottom"));
 
   m.def("instruction_set", [] { return best_isa() == Isa::avx2 ? "avx2" : "portable"; });
 }

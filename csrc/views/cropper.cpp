@@ -7,9 +7,9 @@
 
 namespace fastcssl::views {
 
-bool Cropper::load_jpeg(codec::Bytes jpeg, const codec::Region& region, std::string& fault) {
+bool Cropper::load_jpeg(codec::Bytes jpeg, int width, int height, const codec::Region& region, std::string& fault) {
   codec::Diagnosis diagnosis;
-  if (codec::decode_region(jpeg, region, image_, origin_x_, origin_y_, diagnosis)) return true;
+  if (codec::decode_region(jpeg, width, height, region, image_, origin_x_, origin_y_, diagnosis)) return true;
   fault = diagnosis.damage;
   return false;
 }
@@ -60,7 +60,7 @@ extern "C" __attribute__((visibility("default"))) std::int64_t fastcssl_crop_jpe
       views::include(region, box + v * 4, filter_of(v), static_cast<int>(target[v * 3]), w, h);
     std::string fault;
     const codec::Bytes bytes{reinterpret_cast<const std::uint8_t*>(jpeg), static_cast<std::size_t>(num_bytes)};
-    if (!cropper.load_jpeg(bytes, region, fault)) return -1;
+    if (!cropper.load_jpeg(bytes, w, h, region, fault)) return -1;
     for (std::int64_t v = 0; v < num_views; ++v)
       cropper.crop(box + v * 4, filter_of(v), static_cast<int>(target[v * 3]),
                    reinterpret_cast<std::uint8_t*>(target[v * 3 + 1]));

@@ -12,7 +12,7 @@ namespace fastcssl::views {
 class Cropper {
  public:
   // Decodes the part of a JPEG that the boxes need, see include() below.
-  bool load_jpeg(codec::Bytes jpeg, const codec::Region& region, std::string& fault);
+  bool load_jpeg(codec::Bytes jpeg, int width, int height, const codec::Region& region, std::string& fault);
   // Takes an image that is already pixels.
   void load_pixels(const std::uint8_t* rgb, int width, int height);
   // A box of the loaded image, in pixels of the whole, as size_px x size_px x 3 bytes.

@@ -209,7 +209,7 @@ bool Engine::load(Worker& worker, const Job& job, std::size_t place, std::string
   for (std::size_t v = 0; v < views_.size(); ++v)
     include(region, &job.box_VN4[(v * job.shard_N.size() + place) * 4], views_[v].filter, views_[v].size_px, width,
             height);
-  return worker.cropper.load_jpeg({shard.data + offset, size}, region, fault);
+  return worker.cropper.load_jpeg({shard.data + offset, size}, width, height, region, fault);
 }
 
 }  // namespace fastcssl::views

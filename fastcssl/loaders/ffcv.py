@@ -1,11 +1,8 @@
-"""FFCV on .beton: its file layout, its caches and its compiled pipeline, with our boxes, our order and our errors.
+"""FFCV on .beton: its reader, its caches and its compiled pipeline, with our boxes, our order, our pixels and errors.
 
 FFCV walks one file in an order fixed beforehand. A plan may span files (one for each task and split) and may never end,
 so each file gets a `BetonReader`, which lives as long as the loader, and a batch is handed out to them in parts. Each
 row is decoded once and written, all its views, to its place in the batch's buffers: merging costs no copy.
-
-The filter is FFCV's INTER_AREA whatever the policy says, and a center crop's edges are rounded to whole pixels: crops
-agree with the other back ends in place, not in the last bits (`fastcssl.ffcv_decoder.crop_pixels`).
 """
 
 from collections import deque
@@ -23,7 +20,7 @@ import torch
 from dataprep import _codec
 from dataprep.writers.beton import BetonError, BetonFile
 from fastcssl.data import Prepared
-from fastcssl.ffcv_decoder import BetonReader, Part, Threads, crop_jpeg, crop_pixels, open_reader
+from fastcssl.ffcv_decoder import NO_MEMORY, BetonReader, Part, Threads, crop_jpeg, open_reader
 from fastcssl.loaders import BackendConfig, Crops, LoaderError, LocalBatch, LocalPlan
 
 _PATIENCE_SECONDS = 1.0  # between two looks at whether a thread still lives
@@ -50,7 +47,11 @@ class FfcvBackend:
     def __init__(self, data: Prepared, config: BackendConfig) -> None:
         self._data, self._config = data, config
         self._prefetch = max(1, config.prefetch)
-        self._size_V = np.array([spec.size_px for spec in config.policy], np.int64)
+        # As csrc/views/cropper.cpp reads it. A center crop's filter looks past its box.
+        self._filter_V = [
+            (spec.interpolation == "bicubic") | spec.antialias << 1 | (spec.crop != "center") << 2
+            for spec in config.policy
+        ]
         self._threads = Threads(config.num_threads)
         self._betons: dict[int, _Beton] = {}  # by number in the manifest
         self._rings: list[list[list[torch.Tensor]]] = []  # not in use; one for each run that was ever under way at once
@@ -77,8 +78,10 @@ class FfcvBackend:
             self._rings.append(ring)
 
     def _buffers(self) -> list[torch.Tensor]:
-        shapes = [(self._config.local_batch_size, size, size, 3) for size in self._size_V.tolist()]
-        pinned = self._config.device.type == "cuda"
+        return self._empty(self._config.local_batch_size, pinned=self._config.device.type == "cuda")
+
+    def _empty(self, count: int, *, pinned: bool = False) -> list[torch.Tensor]:
+        shapes = [(count, spec.size_px, spec.size_px, 3) for spec in self._config.policy]
         return [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
 
     def _start(self, batch: LocalBatch, buffers_V: list[torch.Tensor]) -> _UnderWay:
@@ -86,7 +89,7 @@ class FfcvBackend:
         if count > self._config.local_batch_size:
             raise LoaderError(f"A batch of {count} rows does not fit a loader for {self._config.local_batch_size}.")
         crops_V = [buffer[:count] for buffer in buffers_V]
-        target_NV2 = self._targets(crops_V, count)
+        target_NV3 = self._targets(crops_V, count)
         box_NV4 = batch.box_VN4.transpose(1, 0, 2)
         samples_N = self._data.table[batch.row_N]
         parts = []
@@ -96,7 +99,7 @@ class FfcvBackend:
                 place_N=place_N,
                 row_N=samples_N["ffcv_place"][place_N],
                 box_NV4=box_NV4[place_N],
-                target_NV2=target_NV2[place_N],
+                target_NV3=target_NV3[place_N],
                 share=len(place_N) / count,
             )
             parts.append((self._beton(shard), part))
@@ -105,12 +108,13 @@ class FfcvBackend:
         return _UnderWay(batch=batch, parts=parts, crops_V=crops_V)
 
     def _targets(self, crops_V: list[torch.Tensor], count: int) -> npt.NDArray[np.int64]:
-        """Size and address of every row of every view."""
-        target_NV2 = np.empty((count, len(crops_V), 2), np.int64)
+        """Size, address and filter of every row of every view."""
+        target_NV3 = np.empty((count, len(crops_V), 3), np.int64)
         for view, crops_NHW3 in enumerate(crops_V):
-            target_NV2[:, view, 0] = self._size_V[view]
-            target_NV2[:, view, 1] = crops_NHW3.data_ptr() + np.arange(count) * crops_NHW3.stride(0)
-        return target_NV2
+            target_NV3[:, view, 0] = crops_NHW3.shape[1]
+            target_NV3[:, view, 1] = crops_NHW3.data_ptr() + np.arange(count) * crops_NHW3.stride(0)
+            target_NV3[:, view, 2] = self._filter_V[view]
+        return target_NV3
 
     def _faults(self, done: _UnderWay) -> dict[int, str]:
         """Waits for the batch."""
@@ -120,55 +124,46 @@ class FfcvBackend:
             if error is not None:
                 why = f"{type(error).__name__}: {error}"
                 raise LoaderError(f"FFCV stopped while reading {beton.path} ({why}).") from error
-            for place in part.place_N[part.status_N.result() != 0].tolist():
-                try:
-                    crops_V = self._decoded_again(int(done.batch.row_N[place]), done.batch.box_VN4[:, place])
-                except LoaderError as fault:
-                    faults[place] = str(fault)
-                    continue
-                for view, crop in enumerate(crops_V):
-                    done.crops_V[view][place] = crop
+            status_N = part.status_N.result()
+            for i in np.flatnonzero(status_N).tolist():
+                place = int(part.place_N[i])
+                faults[place] = self._fault(int(done.batch.row_N[place]), int(status_N[i]))
         return faults
 
     # ---- Single samples ----
 
     def fetch(self, row: int, box_V4: npt.NDArray[np.float32]) -> list[torch.Tensor]:
         sample = self._data.table[row]
-        jpeg = np.frombuffer(self._jpeg(row), np.uint8)
-        crops_V = self._empty_crops()
-        target_V2, box_V4 = self._targets(crops_V, 1)[0], np.ascontiguousarray(box_V4)
-        if crop_jpeg(jpeg, int(sample["height"]), int(sample["width"]), box_V4, target_V2) != 0:
-            return self._decoded_again(row, box_V4)
-        return [crop[0] for crop in crops_V]
-
-    def _decoded_again(self, row: int, box_V4: npt.NDArray[np.float32]) -> list[torch.Tensor]:
-        """By our codec, which tells damage from warnings that leave every pixel intact and says what is wrong."""
-        sample = self._data.table[row]
-        expected = int(sample["width"]), int(sample["height"])
         try:
-            content, height, width = _codec.decode(self._jpeg(row))
-        except ValueError as error:
-            raise self._fault(row, str(error)) from None
-        if (width, height) != expected:
-            raise self._fault(row, f"it is {width} x {height} pixels, not {expected[0]} x {expected[1]} as prepared")
-        crops_V = self._empty_crops()
-        target_V2, box_V4 = self._targets(crops_V, 1)[0], np.ascontiguousarray(box_V4)
-        crop_pixels(np.frombuffer(content, np.uint8), height, width, box_V4, target_V2)
+            jpeg = np.frombuffer(self._jpeg(row), np.uint8)
+        except BetonError as error:
+            raise LoaderError(self._named(row, str(error))) from None
+        crops_V = self._empty(1)
+        target_V3, box_V4 = self._targets(crops_V, 1)[0], np.ascontiguousarray(box_V4, np.float32)
+        status = crop_jpeg(jpeg, int(sample["height"]), int(sample["width"]), box_V4, target_V3)
+        if status != 0:
+            raise LoaderError(self._fault(row, status))
         return [crop[0] for crop in crops_V]
 
-    def _empty_crops(self) -> list[torch.Tensor]:
-        return [torch.empty((1, size, size, 3), dtype=torch.uint8) for size in self._size_V.tolist()]
+    def _fault(self, row: int, status: int) -> str:
+        """A status says only that a sample failed, so it is decoded once more for the reason."""
+        if status == NO_MEMORY:
+            return self._named(row, "there was not enough memory to decode it")
+        sample = self._data.table[row]
+        try:
+            _, height, width = _codec.decode(self._jpeg(row))
+        except (BetonError, ValueError) as error:
+            return self._named(row, str(error))
+        prepared = f"{sample['width']} x {sample['height']} RGB"
+        return self._named(row, f"it is {width} x {height} pixels, not {prepared} as prepared")
 
     def _jpeg(self, row: int) -> bytes:
         sample = self._data.table[row]
-        try:
-            return self._beton(int(sample["ffcv_shard"])).file[int(sample["ffcv_place"])].jpeg
-        except BetonError as error:
-            raise self._fault(row, str(error)) from None
+        return self._beton(int(sample["ffcv_shard"])).file[int(sample["ffcv_place"])].jpeg
 
-    def _fault(self, row: int, why: str) -> LoaderError:
+    def _named(self, row: int, why: str) -> str:
         sample = self._data.table[row]
-        return LoaderError(f"sample {sample['id']} in {self._path(int(sample['ffcv_shard']))}: {why}")
+        return f"sample {sample['id']} in {self._path(int(sample['ffcv_shard']))}: {why}"
 
     # ---- Files ----
 
@@ -187,7 +182,7 @@ class FfcvBackend:
         except BetonError as error:
             raise LoaderError(str(error)) from None
         reader = open_reader(
-            path, batch_size=self._config.local_batch_size, num_views=len(self._size_V), threads=self._threads
+            path, batch_size=self._config.local_batch_size, num_views=len(self._filter_V), threads=self._threads
         )
         table = self._data.table[self._data.table["ffcv_shard"] == shard]
         image_S, id_S = (reader.metadata[name] for name in ("f0", "f2"))
