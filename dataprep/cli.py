@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from dataprep.build import BuildJob, BuildResult, build
 from dataprep.contents import contact_sheet, description, save_png, task_table
@@ -144,7 +145,7 @@ def main(args: list[str] | None = None) -> int:
             return _verify(command, console)
         return _inspect(command, console)
     except (PrepError, ManifestError) as error:
-        errors.print(f"[bold red]error:[/] {error}", highlight=False, markup=True)
+        errors.print(f"[bold red]error:[/] {_literal(str(error))}", highlight=False)
         return 2
     except KeyboardInterrupt:
         errors.print("Interrupted. Whole shards are kept: run the same command again to go on.")
@@ -156,6 +157,7 @@ def _build(command: Build, console: Console) -> int:
     source = open_source(command.source, classes_file=command.classes, domains=names)
     encoding = Encoding(resize=Resize.parse(command.resize), quality=command.quality, check=command.check)
     _check_numbers(command)
+    _refuse_out_inside_source(command)
     samples = source.samples
     if command.limit_per_class is not None:
         samples = samples.limited(command.limit_per_class)
@@ -173,13 +175,13 @@ def _build(command: Build, console: Console) -> int:
     )
     num_val = int(samples.is_val_S.sum())
     console.print(
-        f"[bold]{command.source}[/]: {len(samples) - num_val:,} training and {num_val:,} validation images, "
-        f"{len(source.classes):,} classes -> {', '.join(job.formats)} in {command.out} "
+        f"[bold]{_literal(command.source)}[/]: {len(samples) - num_val:,} training and {num_val:,} validation images, "
+        f"{len(source.classes):,} classes -> {', '.join(job.formats)} in {_literal(str(command.out))} "
         f"({job.scenario}, {job.num_workers} threads)",
         highlight=False,
     )
     for note in source.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {_literal(note)}", highlight=False)
     _report(build(job, console), job, console)
     return 0
 
@@ -203,7 +205,7 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
         )
     )
     for entry in manifest.quarantine[:_MAX_LISTED]:
-        console.print(f"quarantined {entry.path}: {entry.reason}", highlight=False, markup=False)
+        console.print(f"quarantined {_literal(entry.path)}: {_literal(entry.reason)}", highlight=False)
     if len(manifest.quarantine) > _MAX_LISTED:
         console.print(
             f"... and {len(manifest.quarantine) - _MAX_LISTED} more, listed in the manifest.", highlight=False
@@ -230,7 +232,7 @@ def _split(command: Split, console: Console) -> int:
 def _verify(command: Verify, console: Console) -> int:
     report = verify(command.dir, quick=command.quick, num_workers=_workers(command.workers), console=console)
     for problem in report.problems:
-        console.print(f"[red]problem:[/] {problem}", highlight=False)
+        console.print(f"[red]problem:[/] {_literal(problem)}", highlight=False)
     what = "sizes and counts" if command.quick else f"checksums and {report.num_images:,} images"
     names = ", ".join(f"{name}.json" for name in report.manifests)
     state = f"[bold red]{len(report.problems)} problems[/]" if report.problems else "[bold green]all whole[/]"
@@ -262,6 +264,11 @@ def _inspect(command: Inspect, console: Console) -> int:
     return 0
 
 
+def _literal(text: str) -> str:
+    """File names may hold what a terminal or rich would take for something else."""
+    return escape(text.encode("utf-8", "backslashreplace").decode())
+
+
 def _check_numbers(command: Build) -> None:
     if not 1 <= command.quality <= 100:
         raise PrepError(f"--quality {command.quality} is outside 1 to 100.")
@@ -271,6 +278,13 @@ def _check_numbers(command: Build) -> None:
         raise PrepError(f"--max-corrupt {command.max_corrupt:g} is a share of the images: use 0 to 1.")
     if command.limit_per_class is not None and command.limit_per_class < 1:
         raise PrepError(f"--limit-per-class {command.limit_per_class} leaves nothing. Use at least 1.")
+
+
+def _refuse_out_inside_source(command: Build) -> None:
+    """Else the next start would list the shards as images of a new class."""
+    root = Path(command.source.partition(":")[2]).expanduser()
+    if root.is_dir() and command.source.partition(":")[2] and command.out.resolve().is_relative_to(root.resolve()):
+        raise PrepError(f"--out {command.out} lies inside the source {root}. Choose a folder outside it.")
 
 
 def _scenario(command: Build | Split, *, num_domains: int) -> Scenario:

@@ -148,6 +148,7 @@ class Journal:
     def remove(self) -> None:
         """The manifest stands: the journal has served."""
         self._file.close()
+        self._path.unlink()  # first: a kill from here on leaves a finished folder
         shutil.rmtree(self.folder)
 
     def __enter__(self) -> "Journal":

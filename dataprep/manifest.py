@@ -126,7 +126,7 @@ class Manifest:
 
     def save(self, folder: Path) -> Path:
         path = folder / f"{self.name}.json"
-        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        text = json.dumps(asdict(self), indent=1)  # in ASCII: a file name need not be valid Unicode
         write_atomically(path, text.encode())
         return path
 

@@ -5,6 +5,7 @@ stored width and height. Quarantined samples keep their row (is_stored = false),
 partitions exactly the samples that the source had.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def empty_table(samples: Samples, formats: list[str]) -> Table:
 def save_table(table: Table, path: Path) -> None:
     with path.open("wb") as file:
         np.lib.format.write_array(file, table, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def load_table(manifest: Manifest, folder: Path) -> Table:

@@ -353,6 +353,31 @@ def test_an_output_that_cannot_be_written(tree: Tree, tmp_path: Path) -> None:
     prep_refused(*args, in_the_way, says=("Writing into",))
 
 
+def test_an_output_inside_the_source(tree: Tree) -> None:
+    root = tree()
+    prep_refused("build", f"folder:{root}", "--scenario", "joint", "--out", root / "out", says=("lies inside",))
+    assert not (root / "out").exists()
+
+
+def test_file_names_of_any_bytes(tree: Tree, tmp_path: Path) -> None:
+    root = tree(images=3)
+    os.rename(root / "train" / "class00" / "000.jpg", os.fsencode(root / "train" / "class00") + b"/[bold]\xff.jpg")
+    broken = os.fsencode(root / "train" / "class01") + b"/[red]\xfe.jpg"
+    Path(os.fsdecode(broken)).write_bytes(b"\xff\xd8\xff")
+    text = prep_ok("build", f"folder:{root}", "--scenario", "joint", "--out", tmp_path / "out")
+    assert "[red]" in text
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.quarantine[0].path == "train/class01/[red]\udcfe.jpg"
+    assert prep("verify", tmp_path / "out").returncode == 0
+
+
+def test_killed_while_tidying_up_it_is_complete(tree: Tree, tmp_path: Path) -> None:
+    args = ("build", f"folder:{tree()}", "--scenario", "joint", "--out", tmp_path / "out")
+    prep_ok(*args)
+    (tmp_path / "out" / ".build" / "rows").mkdir(parents=True)  # what a kill in the middle of it leaves
+    assert "already complete" in prep_ok(*args)
+
+
 def test_a_folder_with_other_files_is_not_written_into(tree: Tree, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
