@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import tyro
 from loader_data import Images, prepare_photos, prepare_small
 from loader_process import Begun, Job, Waits, advance, begin, measure_waits, settle_in
-from loader_rows import CEILINGS, LARGE, NAMES, SECTIONS, SMOKE, Section, filter_of, is_installed
+from loader_rows import CEILINGS, FULL, LARGE, NAMES, SECTIONS, Section, filter_of, is_installed
 from loader_tables import show, summarize
 from prep import draw
 from rich.console import Console
@@ -40,7 +40,7 @@ class Options:
     images: Path | None = None  # A folder of photos at any depth. Without it the embedded set is drawn.
     cifar: Path | None = None  # CIFAR-100 for the 32-px rows, or a prepared folder of it. Without it: the embedded set.
     json: Path | None = None  # Where to write the numbers, a JSON object a line; the last one is the summary.
-    quick: bool = False  # About a minute: fewer rows and rounds, one thread.
+    quick: bool = False  # About a minute: fewer rows and rounds, mostly one thread.
     smoke: bool = False  # Seconds: proves that it runs, measures nothing.
     rounds: int | None = None  # How often everything is measured.
     only: str = ""  # Contenders to measure, separated by commas. Empty: all.
@@ -60,7 +60,7 @@ class Scale(NamedTuple):
 
 SCALES = {
     "smoke": Scale(0, 1, 0.0, 8, 40, 400, 1),
-    "quick": Scale(1, 3, 0.3, 32, 120, 2000, 2),
+    "quick": Scale(1, 3, 0.3, 32, 120, 2000, 5),
     "full": Scale(2, 5, 1.0, 64, 480, 10_000, 5),
 }
 
@@ -221,7 +221,7 @@ class Bench:
             ),
         )
         for entry in entries:
-            if self.scale.level > SMOKE or entry.job.contender == section.lead:
+            if self.scale.level >= FULL or entry.job.contender == section.lead:
                 on_step(f"{section.key} · waits · {entry.case.name} · {entry.case.workers}")
                 entry.measure_waits(self.scale.repetitions)
 

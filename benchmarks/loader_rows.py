@@ -51,7 +51,7 @@ NEEDS = {
 
 _BACK_ENDS = tuple(Row(name, FULL) for name in ("our-torchvision", "our-dali", "our-ffcv"))
 _CEILINGS = (Row("decode", SMOKE), Row("copy", QUICK))
-_PEERS = (Row("pil", SMOKE), Row("tensors", QUICK), Row("dali", SMOKE))
+_PEERS = (Row("pil", SMOKE), Row("tensors", FULL), Row("dali", SMOKE))
 _BILINEAR = (Row("native", FULL, NEVER), Row("pil", FULL, NEVER), Row("tensors", FULL, NEVER), Row("dali", FULL, NEVER))
 
 SECTIONS = (

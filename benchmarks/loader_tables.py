@@ -74,6 +74,10 @@ def number(value: float | None, form: str = ",.0f") -> str:
     return "-" if value is None else format(value, form)
 
 
+def rate(value: float | None) -> str:
+    return f"{value / 1e3:,.0f}k" if value and value >= 1e5 else number(value)  # a column for 7 digits would not fit
+
+
 def show(console: Console, bench: "Bench", summary: dict[str, Any]) -> None:
     bicubic = [section for section in SECTIONS if section.policy == LARGE and not section.bilinear]
     bilinear = [section for section in SECTIONS if section.bilinear]
@@ -119,7 +123,7 @@ def _cells(bench: "Bench", section: Section, one: "Entry", two: "Entry | None") 
     label = [f"  {one.case.name}{' (ours)' if contender in OURS else ''}", filter_of(section, contender)]
     if one.case.failure:
         return [*label, "failed"]
-    rates = [number(entry.case.rate(best=best)) if entry else "-" for entry in (one, two) for best in (False, True)]
+    rates = [rate(entry.case.rate(best=best)) if entry else "-" for entry in (one, two) for best in (False, True)]
     gain = bench.ratio(section.key, contender, contender, threads=2)
     lead = None if contender == section.lead else bench.ratio(section.key, section.lead, contender)
     form = ".0%" if contender in CEILINGS else ".1f"

@@ -96,7 +96,7 @@ def write_tar(path: Path, files: list[str], workers: int, resize: str, check: Ch
         "classes": ("photo",),
         "domains": (),
         "samples": samples,
-        "payload": lambda s: Path(files[s.id]),
+        "payload": lambda s: str(files[s.id]),
     }
     job = BuildJob(
         source=Source(kind="folder", **photos),

@@ -6,7 +6,7 @@ most two parts and repeats them byte for byte.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from dataprep.encode import Encoded, Encoding, encode_all
-from dataprep.errors import PrepError, output_error
+from dataprep.errors import Interrupted, PrepError, output_error
 from dataprep.journal import FOLDER, Journal, SealedFile, SealedPart, part_name, refuse_other_job
 from dataprep.manifest import (
     DEFAULT_NAME,
@@ -53,19 +53,24 @@ class BuildJob:
 
     def identity(self) -> dict[str, Any]:
         """What may not differ between two starts into the same folder."""
-        return {
-            "source": self.source.kind,
-            "source fingerprint": self.source.samples.fingerprint(),
-            "--scenario": self.scenario.kind,
-            "--tasks": self.scenario.num_tasks,
-            "order": order_name(self.scenario),
-            "--formats": list(self.formats),
-            "--resize": str(self.encoding.resize),
-            "--quality": self.encoding.quality,
-            "--check": self.encoding.check,
-            "--shard-mb": self.shard_mb,
-            "--limit-per-class": self.limit_per_class,
-        }
+        return _identity(
+            self.source.kind,
+            self.source.samples.fingerprint(),
+            self.scenario.kind,
+            self.scenario.num_tasks,
+            order_name(self.scenario),
+            list(self.formats),
+            str(self.encoding.resize),
+            self.encoding.quality,
+            self.encoding.check,
+            self.shard_mb,
+            self.limit_per_class,
+        )
+
+
+def _identity(*values: Any) -> dict[str, Any]:
+    names = ("source", "source fingerprint", "--scenario", "--tasks", "order", "--formats", "--resize", "--quality")
+    return dict(zip((*names, "--check", "--shard-mb", "--limit-per-class"), values, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +82,8 @@ class BuildResult:
     was_complete: bool = False
 
 
-def build(job: BuildJob, console: Console) -> BuildResult:
+def build(job: BuildJob, console: Console, should_stop: Callable[[], bool] = lambda: False) -> BuildResult:
+    """`should_stop` is asked between samples; an exception out of a signal handler could strike in any lock."""
     known = formats()
     chosen = [known[name] for name in job.formats]
     for format in chosen:
@@ -88,7 +94,7 @@ def build(job: BuildJob, console: Console) -> BuildResult:
         if (job.out / f"{DEFAULT_NAME}.json").exists() and not (job.out / FOLDER / "journal").exists():
             return _already_built(job)
         with Journal(job.out, job.identity()) as journal:
-            return _Builder(job, plan, chosen, journal, console).run()
+            return _Builder(job, plan, chosen, journal, console, should_stop).run()
     except OSError as error:
         raise output_error(job.out, error) from error
 
@@ -98,19 +104,20 @@ def _already_built(job: BuildJob) -> BuildResult:
         manifest = load_manifest(job.out)
     except ManifestError as error:
         raise PrepError(str(error)) from None
-    there = {
-        "source": manifest.source.kind,
-        "source fingerprint": manifest.source.fingerprint,
-        "--scenario": manifest.scenario.kind,
-        "--tasks": manifest.scenario.num_tasks,
-        "order": manifest.scenario.order,
-        "--formats": manifest.formats,
-        "--resize": manifest.encoding.resize,
-        "--quality": manifest.encoding.quality,
-        "--check": manifest.encoding.check,
-        "--shard-mb": manifest.encoding.shard_mb,
-        "--limit-per-class": manifest.encoding.limit_per_class,
-    }
+    encoding, scenario = manifest.encoding, manifest.scenario
+    there = _identity(
+        manifest.source.kind,
+        manifest.source.fingerprint,
+        scenario.kind,
+        scenario.num_tasks,
+        scenario.order,
+        manifest.formats,
+        encoding.resize,
+        encoding.quality,
+        encoding.check,
+        encoding.shard_mb,
+        encoding.limit_per_class,
+    )
     refuse_other_job(job.out, there, job.identity())
     total = manifest.source.num_train + manifest.source.num_val
     none = (0,) * len(manifest.tasks)
@@ -120,8 +127,16 @@ def _already_built(job: BuildJob) -> BuildResult:
 
 
 class _Builder:
-    def __init__(self, job: BuildJob, plan: Split, chosen: list[Format], journal: Journal, console: Console) -> None:
-        self.job, self.plan, self.journal = job, plan, journal
+    def __init__(
+        self,
+        job: BuildJob,
+        plan: Split,
+        chosen: list[Format],
+        journal: Journal,
+        console: Console,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.job, self.plan, self.journal, self.should_stop = job, plan, journal, should_stop
         self.derived = [f for f in chosen if isinstance(f, DerivedFormat)]
         self.streamed = [f for f in chosen if isinstance(f, StreamedFormat)]
         self.spools_tar = bool(self.derived) and all(f.name != "tar" for f in self.streamed)
@@ -188,6 +203,8 @@ class _Builder:
         encoded_all = self._encoded(rows)
         try:
             for encoded in encoded_all:
+                if self.should_stop():
+                    raise Interrupted
                 if part is None:
                     part = self._new_part(task, name, number)
                 if encoded.fault:
@@ -287,6 +304,8 @@ class _Builder:
 
         def on_progress(now_done: int) -> None:
             nonlocal done
+            if self.should_stop():
+                raise Interrupted
             self.meter.advance(now_done - done)
             done = now_done
 

@@ -1,7 +1,10 @@
 """fastcssl-prep: build | split | verify | inspect."""
 
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +16,7 @@ from rich.markup import escape
 from dataprep.build import BuildJob, BuildResult, build
 from dataprep.contents import contact_sheet, description, save_png, task_table
 from dataprep.encode import Encoding, Resize
-from dataprep.errors import PrepError
+from dataprep.errors import Interrupted, PrepError
 from dataprep.manifest import ManifestError, load_manifest, manifest_path
 from dataprep.progress import human_bytes
 from dataprep.scenario import Kind, Scenario
@@ -33,7 +36,22 @@ def _arg(text: str, metavar: str | None = None, *, optional: bool = False) -> An
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build:
+class Tasks:
+    """What build and split both ask: how samples become tasks."""
+
+    scenario: Annotated[Kind, _arg("How the samples become tasks.")]
+    tasks: Annotated[int | None, _arg("Number of tasks. Not needed for domain and joint.", "T", optional=True)] = None
+    seed: Annotated[
+        int | None, _arg("Draw the order from this seed instead of the reference order.", "S", optional=True)
+    ] = None
+    order: Annotated[
+        Literal["reference"] | None,
+        _arg("CaSSLe's class, data and domain order. This is the default.", "reference", optional=True),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build(Tasks):
     """Write a data set as task-split shards. Run the same command again to go on after an interruption."""
 
     source: Annotated[
@@ -44,16 +62,7 @@ class Build:
             "SOURCE",
         ),
     ]
-    scenario: Annotated[Kind, _arg("How the samples become tasks.")]
     out: Annotated[Path, _arg("The folder to write, empty or begun by the same command.")]
-    tasks: Annotated[int | None, _arg("Number of tasks. Not needed for domain and joint.", "T", optional=True)] = None
-    seed: Annotated[
-        int | None, _arg("Draw the order from this seed instead of the reference order.", "S", optional=True)
-    ] = None
-    order: Annotated[
-        Literal["reference"] | None,
-        _arg("CaSSLe's class, data and domain order. This is the default.", "reference", optional=True),
-    ] = None
     formats: Annotated[
         str | None,
         _arg(
@@ -80,20 +89,11 @@ class Build:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class Split(Tasks):
     """Write another manifest over the same shards, in seconds: other scenario, number of tasks or order."""
 
     dir: Annotated[tyro.conf.Positional[Path], _arg("A prepared folder.", "DIR")]
-    scenario: Annotated[Kind, _arg("How the samples become tasks.")]
     name: Annotated[str, _arg("The new manifest is DIR/NAME.json.")]
-    tasks: Annotated[int | None, _arg("Number of tasks. Not needed for domain and joint.", "T", optional=True)] = None
-    seed: Annotated[
-        int | None, _arg("Draw the order from this seed instead of the reference order.", "S", optional=True)
-    ] = None
-    order: Annotated[
-        Literal["reference"] | None,
-        _arg("CaSSLe's class, data and domain order. This is the default.", "reference", optional=True),
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +148,8 @@ def main(args: list[str] | None = None) -> int:
         errors.print(f"[bold red]error:[/] {_literal(str(error))}", highlight=False)
         return 2
     except KeyboardInterrupt:
+        return 130
+    except Interrupted:
         errors.print("Interrupted. Whole shards are kept: run the same command again to go on.")
         return 130
 
@@ -182,8 +184,31 @@ def _build(command: Build, console: Console) -> int:
     )
     for note in source.notes:
         console.print(f"note: {_literal(note)}", highlight=False)
-    _report(build(job, console), job, console)
+    with _stop_on_signal() as should_stop:
+        result = build(job, console, should_stop)
+    _report(result, job, console)
     return 0
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C or SIGTERM asks the work to stop; the second acts as usual."""
+    asked = False
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        restore()
 
 
 def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
@@ -287,7 +312,7 @@ def _refuse_out_inside_source(command: Build) -> None:
         raise PrepError(f"--out {command.out} lies inside the source {root}. Choose a folder outside it.")
 
 
-def _scenario(command: Build | Split, *, num_domains: int) -> Scenario:
+def _scenario(command: Tasks, *, num_domains: int) -> Scenario:
     if command.seed is not None and command.order is not None:
         raise PrepError("--seed and --order exclude each other: the reference order has its own seeds.")
     if command.seed is not None and command.seed < 0:

@@ -10,6 +10,10 @@ class PrepError(Exception):
     """Shown to the user as it is, without a traceback; the command ends with status 2."""
 
 
+class Interrupted(Exception):
+    """The user asked to stop; the work stopped between two samples."""
+
+
 def output_error(out: object, error: OSError) -> PrepError:
     """What an operating-system error while writing below `out` means to the user."""
     if error.errno in _NO_SPACE:

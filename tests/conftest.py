@@ -3,6 +3,7 @@
 import importlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,9 @@ import pytest
 from PIL import Image
 
 Pixels = npt.NDArray[np.uint8]
+
+# A test run in the background ignores Ctrl-C, and so would every process it starts, also those that are to be interrupted.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def backend(name: str) -> ModuleType:

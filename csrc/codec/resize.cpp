@@ -53,23 +53,33 @@ void row_portable(const std::uint8_t* source, const Taps& taps, int source_width
 }
 
 #if defined(__x86_64__)
+constexpr int kMaxPairs = 32;  // of taps: enough to shrink sixteenfold
+
 __attribute__((target("avx2"))) void columns_avx2(const std::uint8_t* source, std::size_t pitch,
                                                   const std::int16_t* weight, int num_taps, int num_bytes,
                                                   std::uint8_t* out) {
+  const int num_pairs = (num_taps + 1) / 2;
+  if (num_pairs > kMaxPairs) return columns_portable(source, pitch, weight, num_taps, num_bytes, out);
+  // Two rows at a time, interleaved, so that one multiply-add serves both. An odd last tap is paired with itself and 0.
+  __m256i weights[kMaxPairs];
+  const std::uint8_t* rows[2 * kMaxPairs];
+  for (int p = 0; p < num_pairs; ++p) {
+    const bool whole = 2 * p + 1 < num_taps;
+    const std::uint32_t second = whole ? static_cast<std::uint16_t>(weight[2 * p + 1]) : 0;
+    weights[p] = _mm256_set1_epi32(static_cast<int>(second << 16 | static_cast<std::uint16_t>(weight[2 * p])));
+    rows[2 * p] = source + 2 * p * pitch;
+    rows[2 * p + 1] = whole ? rows[2 * p] + pitch : rows[2 * p];
+  }
   int j = 0;
   for (; j + 16 <= num_bytes; j += 16) {
     __m256i low = _mm256_set1_epi32(kRound), high = low;
-    for (int t = 0; t < num_taps; t += 2) {
-      // Two rows at a time, interleaved, so that one multiply-add serves both. An odd last tap meets a zero row.
-      const bool pair = t + 1 < num_taps;
-      const __m256i a = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + t * pitch + j)));
+    for (int p = 0; p < num_pairs; ++p) {
+      const __m256i a =
+          _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[2 * p] + j)));
       const __m256i b =
-          pair ? _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + (t + 1) * pitch + j)))
-               : _mm256_setzero_si256();
-      const int second = pair ? weight[t + 1] : 0;
-      const __m256i w = _mm256_set1_epi32((second << 16) | static_cast<std::uint16_t>(weight[t]));
-      low = _mm256_add_epi32(low, _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), w));
-      high = _mm256_add_epi32(high, _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), w));
+          _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[2 * p + 1] + j)));
+      low = _mm256_add_epi32(low, _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), weights[p]));
+      high = _mm256_add_epi32(high, _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), weights[p]));
     }
     const __m256i words =
         _mm256_packs_epi32(_mm256_srai_epi32(low, kWeightBits), _mm256_srai_epi32(high, kWeightBits));
@@ -79,14 +89,15 @@ __attribute__((target("avx2"))) void columns_avx2(const std::uint8_t* source, st
   columns_portable(source, pitch, weight, num_taps, num_bytes, out, j);
 }
 
-// One output pixel's red, green and blue, each as two partial sums.
+// One output pixel's red, green and blue, each as two partial sums. kTaps > 0: so many, known to the compiler.
+template <int kTaps>
 __attribute__((target("avx2"))) inline __m256i pixel_avx2(const std::uint8_t* source, const std::int16_t* wide,
                                                           int num_taps) {
   // Four RGB pixels (12 of 16 loaded bytes) become, for each channel, the pairs (p0, p1) and (p2, p3) of 16-bit values.
   const __m256i pairs = _mm256_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1,  //
                                          6, -1, 9, -1, 7, -1, 10, -1, 8, -1, 11, -1, -1, -1, -1, -1);
   __m256i sum = _mm256_setzero_si256();
-  for (int t = 0; t < num_taps; t += 4) {
+  for (int t = 0; t < (kTaps ? kTaps : num_taps); t += 4) {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + t * 3));
     const __m256i pixels = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(raw), pairs);
     const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(wide + t * 4));
@@ -95,17 +106,18 @@ __attribute__((target("avx2"))) inline __m256i pixel_avx2(const std::uint8_t* so
   return sum;
 }
 
+template <int kTaps>
 __attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const Taps& taps, int width,
                                               std::uint8_t* out) {
   const __m256i half = _mm256_set1_epi32(kRound);
-  const int stride = taps.stride;
+  const int stride = kTaps ? kTaps : taps.stride;
   const std::int16_t* wide = taps.wide.data();
   int x = 0;
   // Two pixels at a time share the rounding. Each store writes a byte too many, which the next one overwrites.
   for (; x + 2 < width; x += 2) {
-    const __m256i a = pixel_avx2(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
+    const __m256i a = pixel_avx2<kTaps>(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
     const __m256i b =
-        pixel_avx2(source + taps.first[x + 1] * 3, wide + static_cast<std::size_t>(x + 1) * stride * 4, stride);
+        pixel_avx2<kTaps>(source + taps.first[x + 1] * 3, wide + static_cast<std::size_t>(x + 1) * stride * 4, stride);
     __m256i sum = _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
     sum = _mm256_srai_epi32(_mm256_add_epi32(sum, half), kWeightBits);
     sum = _mm256_packs_epi32(sum, sum);
@@ -115,7 +127,7 @@ __attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const 
     std::memcpy(out + x * 3 + 3, &second, 4);
   }
   for (; x < width; ++x) {
-    const __m256i a = pixel_avx2(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
+    const __m256i a = pixel_avx2<kTaps>(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     sum = _mm_srai_epi32(_mm_add_epi32(sum, _mm256_castsi256_si128(half)), kWeightBits);
     sum = _mm_packs_epi32(sum, sum);
@@ -128,7 +140,11 @@ __attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const 
 void row(Isa isa, const std::uint8_t* source, const Taps& taps, int source_width, int width, std::uint8_t* out) {
 #if defined(__x86_64__)
   // A source shorter than the taps would be read past its end.
-  if (isa == Isa::avx2 && source_width >= taps.stride) return row_avx2(source, taps, width, out);
+  if (isa == Isa::avx2 && source_width >= taps.stride) {
+    if (taps.stride == 4) return row_avx2<4>(source, taps, width, out);
+    if (taps.stride == 8) return row_avx2<8>(source, taps, width, out);
+    return row_avx2<0>(source, taps, width, out);
+  }
 #endif
   row_portable(source, taps, source_width, width, out);
 }
@@ -159,6 +175,8 @@ void Taps::make(int source_size, double begin, double end, int out_size, const F
   const int highest = filter.stop_at_box ? static_cast<int>(std::ceil(end)) : source_size;
   stride = (static_cast<int>(std::ceil(2.0 * reach)) + 3) / 4 * 4;
   first.resize(out_size);
+  this->low.resize(out_size);
+  count.resize(out_size);
   weight.assign(static_cast<std::size_t>(out_size) * stride, 0);
   exact_.resize(stride);
   for (int i = 0; i < out_size; ++i) {
@@ -175,6 +193,8 @@ void Taps::make(int source_size, double begin, double end, int out_size, const F
       sum += w;
     }
     first[i] = std::max(0, std::min(low, source_size - stride));
+    this->low[i] = low;
+    count[i] = high - low;
     std::int16_t* mine = weight.data() + static_cast<std::size_t>(i) * stride + (low - first[i]);
     const double unit = (1 << kWeightBits) / sum;
     int total = 0, largest = 0;
@@ -204,15 +224,16 @@ void Resizer::run(const Image& source, const Box& box, const Filter& filter, int
   if (isa == Isa::avx2) across_.widen();
   // Horizontal first and rounded to bytes between the passes, which is Pillow's order: overshoot is clipped in the same
   // places. Only the rows that the second pass reads are made.
-  const int top = *std::min_element(down_.first.begin(), down_.first.end());
-  const int bottom = std::min(source.height, *std::max_element(down_.first.begin(), down_.first.end()) + down_.stride);
+  const int top = *std::min_element(down_.low.begin(), down_.low.end());
+  int bottom = top;
+  for (int y = 0; y < height; ++y) bottom = std::max(bottom, down_.low[y] + down_.count[y]);
   narrowed_.reset(width, bottom - top);
   for (int y = top; y < bottom; ++y) row(isa, source.row(y), across_, source.width, width, narrowed_.row(y - top));
   for (int y = 0; y < height; ++y) {
-    const int num_taps = std::min(down_.stride, source.height - down_.first[y]);
-    columns(isa, narrowed_.row(down_.first[y] - top), static_cast<std::size_t>(width) * 3,
-            down_.weight.data() + static_cast<std::size_t>(y) * down_.stride, num_taps, width * 3,
-            out + static_cast<std::size_t>(y) * width * 3);
+    const std::int16_t* weight =
+        down_.weight.data() + static_cast<std::size_t>(y) * down_.stride + (down_.low[y] - down_.first[y]);
+    columns(isa, narrowed_.row(down_.low[y] - top), static_cast<std::size_t>(width) * 3, weight, down_.count[y],
+            width * 3, out + static_cast<std::size_t>(y) * width * 3);
   }
 }
 

@@ -34,6 +34,7 @@ struct Filter {
 struct Taps {
   int stride = 0;
   std::vector<int> first;
+  std::vector<int> low, count;  // without the padding: the taps that have a weight
   std::vector<std::int16_t> weight;
   std::vector<std::int16_t> wide;  // every pair of weights once for each channel, as vector code multiplies them
 
