@@ -17,7 +17,7 @@ from PIL import Image
 
 Pixels = npt.NDArray[np.uint8]
 
-# A test run in the background ignores Ctrl-C, and so would every process it starts, also those that are to be interrupted.
+# A test run in the background ignores Ctrl-C, and so would the processes it starts, also those to be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
