@@ -126,7 +126,6 @@ void Engine::wait(Job& job) {
 
 void Engine::cancel(Job& job) {
   std::lock_guard<std::mutex> lock(mutex_);
-  job.cancelled = true;
   job.num_open -= job.shard_N.size() - job.next;
   job.next = job.shard_N.size();
   jobs_.erase(std::remove_if(jobs_.begin(), jobs_.end(), [&](const auto& other) { return other.get() == &job; }),

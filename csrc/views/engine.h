@@ -50,7 +50,6 @@ struct Job {
   // Kept by the engine.
   std::vector<const Shard*> file_N;  // resolved when submitted: a worker never reads the list that map() grows
   std::size_t next = 0, num_open = 0;
-  bool cancelled = false;
   std::vector<std::pair<int, std::string>> faults;
 };
 

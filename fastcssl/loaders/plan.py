@@ -24,6 +24,16 @@ _ORDER_VIEW = 1 << 32  # a view number that no policy has: the draws behind the 
 _REPLACEMENT_VIEW = _ORDER_VIEW + 1
 
 
+def local_size(batch_size: int, world: World) -> int:
+    """How many rows of a global batch each rank loads."""
+    if batch_size < 1 or batch_size % world.size:
+        raise LoaderError(
+            f"The global batch size {batch_size} cannot be shared equally by {world.size} ranks. "
+            f"Use a multiple of {world.size}."
+        )
+    return batch_size // world.size
+
+
 class EpochPlan:
     """One epoch's batches, for one rank."""
 
@@ -40,11 +50,6 @@ class EpochPlan:
         order: Order,
         last: Last,
     ) -> None:
-        if batch_size < 1 or batch_size % world.size:
-            raise LoaderError(
-                f"The global batch size {batch_size} cannot be shared equally by {world.size} ranks. "
-                f"Use a multiple of {world.size}."
-            )
         if not len(rows):
             raise LoaderError("The selection holds no samples. Choose other tasks, another split or other ids.")
         if last == "drop" and order != "endless" and len(rows) < batch_size:
@@ -54,7 +59,7 @@ class EpochPlan:
             )
         self._data, self._policy, self._world = data, policy, world
         self._seed, self._epoch, self._order = seed, epoch, order
-        self._batch_size, self._local_size = batch_size, batch_size // world.size
+        self._batch_size, self._local_size = batch_size, local_size(batch_size, world)
         self._rows = rows
         whole, rest = divmod(len(rows), batch_size)
         self._num_batches = sys.maxsize if order == "endless" else whole + (last == "pad" and rest > 0)

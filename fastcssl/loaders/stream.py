@@ -15,7 +15,7 @@ from fastcssl.augment import photometric
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.loaders import Backend, BackendConfig, Crops, LoaderError, LocalBatch, choose
-from fastcssl.loaders.plan import EpochPlan, Last
+from fastcssl.loaders.plan import EpochPlan, Last, local_size
 from fastcssl.views import Policy
 
 Augment = Literal["fused", "torch", "dali"]
@@ -55,11 +55,7 @@ class Loader:
 
     def __init__(self, data: Prepared, config: LoaderConfig, world: World | None = None) -> None:
         self.data, self.config, self.world = data, config, world or World()
-        if config.batch_size % self.world.size or config.batch_size < 1:
-            raise LoaderError(
-                f"The global batch size {config.batch_size} cannot be shared equally by {self.world.size} ranks. "
-                f"Use a multiple of {self.world.size}."
-            )
+        local_batch_size = local_size(config.batch_size, self.world)
         kind = choose(data, config.loader)
         if config.augment == "dali" and kind.name != "dali":
             raise LoaderError(f"--augment dali needs --loader dali, not {kind.name}.")
@@ -68,7 +64,7 @@ class Loader:
             data,
             BackendConfig(
                 policy=config.policy,
-                local_batch_size=config.batch_size // self.world.size,
+                local_batch_size=local_batch_size,
                 num_threads=config.num_threads or len(os.sched_getaffinity(0)),
                 device=self.device,
                 dtype=config.dtype,
