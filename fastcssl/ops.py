@@ -1,4 +1,4 @@
-"""The operators that csrc compiles, as torch sees them: loads the library, and tells torch.compile their shapes.
+"""The operators: loads those that csrc compiles and tells torch.compile their shapes; chooses among several versions.
 
 FASTCSSL_OPS_LIBRARY  a library to load in place of the installed one, for tests of another build
 """
@@ -7,9 +7,12 @@ import importlib.machinery
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from fastcssl.infonce import info_nce_chunked, info_nce_torch
 
 
 def _library() -> Path | None:
@@ -66,3 +69,38 @@ def photometric_isa(choose: str = "") -> str:
     """The CPU's instruction set in use: avx512, avx2 or portable. `choose` forces one for tests, "auto" undoes that."""
     name: str = torch.ops.fastcssl.photometric_isa(choose)
     return name
+
+
+def info_nce(
+    query_MD: Tensor,
+    positive_MD: Tensor,
+    banks: Sequence[Tensor],
+    temperature: float | Tensor,
+    *,
+    filled: Sequence[Tensor | None] | None = None,
+    own_M: Tensor | None = None,
+    positive_in_denominator: bool = True,
+    impl: Literal["auto", "chunked", "torch"] = "auto",
+) -> Tensor:
+    """loss_M = log-sum-exp over the banks' logits (and the positive's, if so asked) minus the positive's logit.
+
+    Nothing is normalised here. Rows of bank b from filled[b] on are hidden, and from query i also row own_M[i] of every
+    bank (a number beyond a bank hides nothing). A query that sees no key has loss 0 and no gradient.
+    Gradients go to query, positive and, by `torch` alone, to banks. It computes in float32, or float64 if query or
+    positive is that. `auto` is `torch` in the batch (own_M is given, or a bank requires a gradient), else `chunked`.
+    """
+    if impl not in ("auto", "chunked", "torch"):
+        raise ValueError(f"impl is {impl!r}; use 'auto', 'chunked' or 'torch'.")
+    if impl == "auto":
+        impl = "torch" if own_M is not None or any(bank.requires_grad for bank in banks) else "chunked"
+    function = info_nce_torch if impl == "torch" else info_nce_chunked
+    loss_M: Tensor = function(
+        query_MD,
+        positive_MD,
+        banks,
+        temperature,
+        filled=filled,
+        own_M=own_M,
+        positive_in_denominator=positive_in_denominator,
+    )
+    return loss_M

@@ -1,0 +1,398 @@
+"""Checkpoints: a snapshot in the training thread, an atomic write behind it, and the newest whole one to resume from.
+
+A file is what `torch.save` writes, then 64 bytes: a mark, the format's version, the step, the length, and a digest of
+all before. torch still opens such a file; `load` looks at the digest first, and never unpickles code.
+"""
+
+import hashlib
+import os
+import random
+import re
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataprep.manifest import sync_folder
+
+State = dict[str, Any]  # dicts, lists and tuples of tensors, numbers, strings, booleans and None
+
+_FORMAT_VERSION = 1
+_MARK = b"fastcssl"
+_HEAD = struct.Struct("<8sIQQ")  # the mark, the version, the step, how many bytes stand before
+_DIGEST_BYTES = 36
+_FOOTER_BYTES = _HEAD.size + _DIGEST_BYTES  # 64
+_CHUNK_BYTES = 1 << 20
+_PLAIN = (int, float, str, bool, type(None))  # exactly these: NumPy's float64 is a float, but pickled as code
+
+_ROLLING = re.compile(r"step-(\d+)\.pt")
+_TASK_END = re.compile(r"task-(\d+)\.pt")
+_PARTIAL = re.compile(r".+\.(\d+)\.partial")
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written, or is not to be resumed from. The message is for the user."""
+
+
+class TornError(CheckpointError):
+    """A file that is not whole: cut off, altered or unreadable. An older one may serve."""
+
+
+def snapshot(state: State) -> State:
+    """A copy in host memory. The training may change its tensors as soon as this returns."""
+    devices: set[torch.device] = set()
+    copied = cast(State, _copied(state, "", devices))
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copied
+
+
+def _copied(value: Any, path: str, devices: set[torch.device]) -> Any:
+    def inner(key: object, item: Any) -> Any:
+        return _copied(item, f"{path}.{key}" if path else str(key), devices)
+
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"{path or 'the state'} has the key {key!r}; a checkpoint takes strings and integers.")
+        return {key: inner(key, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(inner(index, item) for index, item in enumerate(value))
+    if type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+        return _host_copy(value.detach(), devices)
+    kind = type(value).__qualname__ if not isinstance(value, Tensor) else f"{type(value).__qualname__} ({value.layout})"
+    raise TypeError(f"{path or 'the state'} is a {kind}; a checkpoint takes plain tensors, numbers, strings and None.")
+
+
+def _host_copy(tensor: Tensor, devices: set[torch.device]) -> Tensor:
+    """Keeps the strides. Without the copy a view would also be saved with all of its storage."""
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu", copy=True)
+    devices.add(tensor.device)  # the caller waits for these copies, once for all
+    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(_num_bytes(item) for item in items)
+
+
+class Checkpoints:
+    """The checkpoints of one run, written one at a time by a thread while the training goes on.
+
+    An error of a periodic write waits in `check`, so that a full disk need not end the run: the checkpoints before it
+    stay. A write that is waited for (`task_end`, `failed`, `save(wait=True)`) raises its error.
+    """
+
+    def __init__(self, folder: Path | str, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least 1 checkpoint has to stay.")
+        self.folder, self._keep = Path(folder), keep
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._last_is_whole = True
+
+    def save(self, step: int, state: State, *, wait: bool = False) -> float:
+        """A rolling checkpoint. Returns the seconds that training stood still."""
+        return self._save(self.folder / f"step-{step:08d}.pt", step, state, wait=wait)
+
+    def task_end(self, task: int, step: int, state: State) -> float:
+        """One that stays for good."""
+        return self._save(self.folder / f"task-{task}.pt", step, state, wait=True)
+
+    def failed(self, step: int, state: State) -> Path:
+        """A state to look into, such as after a loss that is not finite; `latest` never takes it."""
+        path = self.folder / f"failed-step-{step:08d}.pt"
+        self._save(path, step, state, wait=True)
+        return path
+
+    def check(self) -> CheckpointError | None:
+        """The error of a write that has ended, told once."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        error, self._error = self._error, None
+        return error
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Raises if the last write failed and nobody was told."""
+        self.wait()
+        error = self.check()
+        if error is not None and not self._last_is_whole:
+            raise error
+
+    def _save(self, path: Path, step: int, state: State, *, wait: bool) -> float:
+        began = time.perf_counter()
+        self.wait()
+        # Not a daemon: a run that ends in the middle of a write still finishes it.
+        self._thread = threading.Thread(target=self._write, args=(path, step, snapshot(state)), name="checkpoint")
+        self._thread.start()
+        if wait:
+            self.wait()
+            if not self._last_is_whole and (error := self.check()) is not None:
+                raise error
+        return time.perf_counter() - began
+
+    def _write(self, path: Path, step: int, state: State) -> None:
+        self._last_is_whole = False
+        try:
+            self._delete_stale()
+            _write_file(path, step, state)
+            self._last_is_whole = True
+            self._delete_oldest(step)
+        except Exception as error:
+            self._error = CheckpointError(self._explained(error, path, state))
+
+    def _delete_stale(self) -> None:
+        """What processes that were killed in a write left behind. A number of our own is an earlier process's."""
+        for path in self.folder.iterdir():
+            match = _PARTIAL.fullmatch(path.name)
+            if match and (int(match[1]) == os.getpid() or not Path("/proc", match[1]).exists()):
+                path.unlink(missing_ok=True)
+
+    def _delete_oldest(self, step: int) -> None:
+        """Files of later steps are none of this run's past, so they neither count nor go."""
+        steps = {path: int(match[1]) for path in self.folder.iterdir() if (match := _ROLLING.fullmatch(path.name))}
+        past = sorted((path for path in steps if steps[path] <= step), key=steps.__getitem__)
+        for path in past[: -self._keep]:
+            path.unlink(missing_ok=True)
+
+    def _explained(self, error: Exception, path: Path, state: State) -> str:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        if self._last_is_whole:
+            return f"{path} is written, but an older file could not be deleted: {reason}. Look at {self.folder}."
+        try:
+            free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free"
+            found = _footers(self.folder, [])
+        except OSError:
+            free, found = "what is free there is unknown", []
+        left = f"{found[0].path.name} is still whole" if found else "there is no earlier one"
+        return (
+            f"The checkpoint {path.name} could not be written to {self.folder}: {reason}. "
+            f"It needs {_num_bytes(state) / 1e6:,.1f} MB, {free}; {left}. Free some space or use another --out."
+        )
+
+
+class _Sink:
+    """The file that torch writes to, digested on the way.
+
+    torch reports an exception from here as a wrong position in its archive. So the first one is kept, the rest of the
+    bytes are dropped, and `finish` raises it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self._num_bytes = 0
+        self._error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
+        self._digest.update(data)
+        self._num_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Asked for by torch; `finish` does it."""
+
+    def finish(self, step: int) -> None:
+        self.write(_HEAD.pack(_MARK, _FORMAT_VERSION, step, self._num_bytes))
+        self.write(self._digest.digest())
+        if self._error is not None:
+            raise self._error
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _write_file(path: Path, step: int, state: State) -> None:
+    """Under its name there is never anything but a whole file."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            sink = _Sink(file)
+            torch.save(state, cast(IO[bytes], sink))
+            sink.finish(step)
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    path: Path
+    step: int
+    state: State
+    warnings: tuple[str, ...]  # sentences about newer files that are not whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Footer:
+    path: Path
+    task: int  # -1 for a rolling one
+    version: int
+    step: int
+
+
+def latest(folder: Path | str) -> Found | None:
+    """The whole checkpoint of the latest step. None where there is none at all, an error where none is whole."""
+    warnings: list[str] = []
+    for footer in _footers(Path(folder), warnings):
+        try:
+            state = load(footer.path)
+        except TornError as error:
+            warnings.append(str(error))
+            continue
+        return Found(path=footer.path, step=footer.step, state=state, warnings=tuple(warnings))
+    if warnings:
+        raise CheckpointError(f"No checkpoint in {folder} is whole. {' '.join(warnings)} Start over: --resume never.")
+    return None
+
+
+def _footers(folder: Path, warnings: list[str]) -> list[_Footer]:
+    """Of what can be resumed from, latest first. The end of a task comes after a rolling one of the same step."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if _ROLLING.fullmatch(path.name) or _TASK_END.fullmatch(path.name):
+            try:
+                found.append(_footer(path))
+            except TornError as error:
+                warnings.append(str(error))
+    return sorted(found, key=lambda footer: (footer.step, footer.task), reverse=True)
+
+
+def _footer(path: Path, *, verify: bool = False) -> _Footer:
+    """`verify` reads the whole file and compares its digest."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    try:
+        with path.open("rb") as file:
+            num_bytes = file.seek(0, os.SEEK_END)
+            file.seek(max(0, num_bytes - _FOOTER_BYTES))
+            footer = file.read()
+            file.seek(0)
+            left = num_bytes - _DIGEST_BYTES if verify else 0
+            while left > 0 and (chunk := file.read(min(_CHUNK_BYTES, left))):
+                digest.update(chunk)
+                left -= len(chunk)
+    except OSError as error:
+        raise TornError(f"{path} cannot be read: {error.strerror}.") from error
+    if len(footer) < _FOOTER_BYTES or not footer.startswith(_MARK):
+        raise TornError(f"{path} is not a whole checkpoint: its {num_bytes:,} bytes end without the closing mark.")
+    _, version, step, length = _HEAD.unpack_from(footer)
+    if length + _FOOTER_BYTES != num_bytes:
+        raise TornError(f"{path} is not a whole checkpoint: {num_bytes:,} bytes, not {length + _FOOTER_BYTES:,}.")
+    if verify and digest.digest() != footer[_HEAD.size :]:
+        raise TornError(f"{path} is not a whole checkpoint: its content does not match its checksum.")
+    task = _TASK_END.fullmatch(path.name)
+    return _Footer(path=path, task=int(task[1]) if task else -1, version=version, step=step)
+
+
+def load(path: Path | str) -> State:
+    """Read, not mapped: an optimiser keeps the tensors it is given, and retention deletes the file under them."""
+    path = Path(path)
+    footer = _footer(path, verify=True)
+    if footer.version != _FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {footer.version}, this fastcssl reads {_FORMAT_VERSION}. "
+            "Resume with the fastcssl that wrote it."
+        )
+    try:
+        return cast(State, torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} holds something other than tensors, numbers and text, which is never unpickled "
+            f"({type(error).__name__}). Use a checkpoint that fastcssl wrote."
+        ) from error
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """One line for each dotted key whose value differs. Lists and tuples are alike."""
+    before, now = _flat(saved), _flat(current)
+    lines = []
+    for key in [*before, *(key for key in now if key not in before)]:
+        if key not in now:
+            lines.append(f"{key}: {before[key]!r} in the checkpoint, not set now")
+        elif key not in before:
+            lines.append(f"{key}: not in the checkpoint, {now[key]!r} now")
+        elif not _same(before[key], now[key]):
+            lines.append(f"{key}: {before[key]!r} in the checkpoint, {now[key]!r} now")
+    return lines
+
+
+def refuse_changed(saved: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:
+    """Leave out of both what does not change the training."""
+    if lines := differences(saved, current):
+        raise CheckpointError(
+            f"The configuration is not that of {path}. {'; '.join(lines)}. "
+            "Use the same values, or another --out, or --resume never to start over."
+        )
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Leaves by dotted key. A list is a leaf unless it holds dicts."""
+    if isinstance(value, Mapping):
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        items = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for key, item in items:
+        flat |= _flat(item, f"{path}.{key}" if path else key)
+    return flat
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, bool) is not isinstance(b, bool):
+        return False  # True == 1
+    return bool(a == b) or (a != a and b != b)  # the last: both NaN
+
+
+def rng_state() -> State:
+    """Of torch (CPU, and every CUDA device once CUDA is in use), Python and NumPy's global one."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = cast(tuple[str, Any, int, int, float], np.random.get_state(legacy=True))
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if in_use else [],
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_rng_state(state: State) -> None:
+    """CUDA generators are set as far as there are devices for them."""
+    torch.set_rng_state(state["torch"])
+    for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(generator, device)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -1,0 +1,220 @@
+"""What `fastcssl-train --list` and `--help` show. Nothing here needs torch until a configuration is shown."""
+
+import ast
+import dataclasses
+import inspect
+import os
+import pkgutil
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fastcssl.recipes import COMMAND_LINE, OURS, RECIPES, Recipe, flat
+
+PROG = "fastcssl-train"
+Kind = Literal["methods", "strategies"]
+
+
+def catalogue(kind: Kind) -> dict[str, str]:
+    """Names of all methods or strategies, plug-ins included, each with the first line of its module's docstring."""
+    package = f"fastcssl.{kind}"
+    modules = {info.name: f"{package}.{info.name}" for info in pkgutil.iter_modules([str(_source(package).parent)])}
+    modules |= {point.name: point.module for point in entry_points(group=package)}
+    return {name: _first_line(_source(module)) for name, module in sorted(modules.items())}
+
+
+def _source(module: str) -> Path:
+    """Found without importing anything: the packages above a module would bring torch with them, and seconds."""
+    top, *rest = module.split(".")
+    spec = find_spec(top)
+    if spec is None or spec.origin is None:
+        return Path(os.devnull)
+    path = Path(spec.origin).parent.joinpath(*rest)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py") if rest else Path(spec.origin)
+
+
+def _first_line(source: Path) -> str:
+    try:
+        text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")))
+    except (OSError, ValueError, SyntaxError):
+        return ""
+    return (text or "").partition("\n")[0]
+
+
+# ---- --list ----------------------------------------------------------------------------------------------------------
+
+
+def everything() -> RenderableType:
+    return Group(
+        _named("recipe", {name: data.about for name, data in RECIPES.items()}),
+        _named("method", catalogue("methods")),
+        _named("strategy", catalogue("strategies")),
+        Text.assemble((f"{PROG} --list RECIPE [METHOD STRATEGY]", "cyan"), " shows every value and its source."),
+    )
+
+
+def _named(what: str, about: Mapping[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
+    table.add_column(what, style="cyan", no_wrap=True, min_width=18)
+    table.add_column("", overflow="fold")
+    for name, text in about.items():
+        table.add_row(Text(name), Text(text))
+    return table
+
+
+def values(words: Sequence[str], settings: str, found: Recipe) -> RenderableType:
+    """Every value of a recipe with its source; what is ours stands back."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, collapse_padding=True)
+    for heading in ("flag", "value", "source"):
+        table.add_column(heading, overflow="fold")
+    for _, keys in _groups(found):
+        for key, value in keys.items():
+            source = found.sources[key]
+            style = {OURS: "dim", COMMAND_LINE: "bold yellow"}.get(source, "green")
+            table.add_row(Text(flag_of(key)), Text(_plain(value), "cyan"), Text(source, style))
+        table.add_section()
+    note = {
+        "matched": "Settings: matched, alike for every strategy of a method. See --settings published.",
+        "published": "Settings: published, each strategy's authors' own. See --settings matched.",
+    }
+    return Group(Text(" ".join(words), "bold"), table, Text(note[settings], "dim"))
+
+
+# How values are grouped, and under which heading.
+_GROUPS = {
+    "": "the run",
+    "optim": "optimiser",
+    "method": "method",
+    "strategy": "strategy",
+    "encoder": "encoder",
+    "views": "views",
+    "expect": "the data it accepts",
+    "run": "this process",
+}
+
+
+def _groups(found: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
+    for group, heading in _GROUPS.items():
+        keys = {key: value for key, value in flat(found.config) if key != "recipe" and _group(key) == group}
+        yield heading, keys
+
+
+def _group(key: str) -> str:
+    return key.partition(".")[0] if "." in key else ""
+
+
+def flag_of(key: str) -> str:
+    """Of a dotted key. `run` is left out on the command line."""
+    return f"--{key.removeprefix('run.').replace('_', '-')}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return " ".join(map(_plain, value)) if isinstance(value, tuple) else str(value)
+
+
+# ---- --help ----------------------------------------------------------------------------------------------------------
+
+# The flags that most runs need. What belongs to a key is shown with the value that the recipe has.
+COMMON = (
+    ("--data", "DIR", "what fastcssl-prep made: a folder or a manifest in it", None),
+    ("--out", "RUN", "where it is written, and found again to go on", None),
+    ("--epochs", "N", "a task", "epochs"),
+    ("--batch-size", "N", "images a step, over all processes", "batch_size"),
+    ("--optim.lr", "X", "learning rate for a batch of 256", "optim.lr"),
+    ("--seed", "N", "of weights, order and views", "seed"),
+    ("--seeds", "5,6,7", "several runs, in RUN/seed5 and so on, and their mean", None),
+    ("--settings", "matched", "alike for all strategies; published: their authors'", None),
+    ("--loader", "NAME", "auto, native, resident, ffcv, dali, torchvision", "loader"),
+    ("--online-probe", "every=E", "every E epochs and after each task; every=E,parity", "online_probe"),
+    ("--stop-after-task", "K", "counted from 0; the same command without it goes on", "run.stop_after_task"),
+    ("--only-task", "I", "train this one alone", "only_task"),
+    ("--from", "RUN@K", "begin where RUN stood after task K, in any strategy", None),
+    ("--resume", "auto", "from the last checkpoint; never: start over", None),
+    ("--checkpoint-minutes", "M", "between two checkpoints", "run.checkpoint_minutes"),
+    ("--dry-run", "", "only say what it takes: steps, memory, disk, time", None),
+)
+
+
+def usage(words: Sequence[str] = ()) -> RenderableType:
+    """Before the three words are there."""
+    known: list[tuple[str, Iterable[str]]] = [
+        ("RECIPE", RECIPES),
+        ("METHOD", catalogue("methods")),
+        ("STRATEGY", catalogue("strategies")),
+    ]
+    missing = known[len(words) :]
+    sentence = " ".join((PROG, *words, *(name for name, _ in missing)))
+    grid = _grid()
+    for name, names in missing:
+        grid.add_row(Text(name, "cyan"), Text(", ".join(names)))
+    return Group(
+        Text.assemble(("usage: ", "bold"), f"{sentence} --data DIR [--out RUN] [FLAGS]"),
+        Text(f"       {PROG} --list [RECIPE [METHOD STRATEGY]]"),
+        Text(f"       {PROG} status RUN"),
+        Text("\nTrains an encoder task after task. Stop it anywhere: the same command goes on.\n"),
+        grid,
+        Text(f"\n{PROG} demo moco pnr --help shows the flags, --list what the words mean.", "dim"),
+    )
+
+
+def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
+    """With the three words: the common flags, then every other value, by groups."""
+    config, about_of = dict(flat(found.config)), dict(_comments(found.config))
+    common = _grid()
+    for flag, metavar, about, key in COMMON:
+        value = config[key] if key else None
+        text = f"{about} ({out})" if flag == "--out" else about
+        common.add_row(_flag(flag, metavar if value is None else _plain(value)), Text(text))
+    parts: list[RenderableType] = [
+        Text.assemble(("usage: ", "bold"), " ".join((PROG, *words)), " --data DIR [--out RUN] [FLAGS]\n"),
+        common,
+        Text("\nEverything else, as this recipe has it. --list says where each value comes from.", "dim"),
+    ]
+    shown = {key for *_, key in COMMON}
+    for heading, keys in _groups(found):
+        grid = _grid()
+        for key, value in keys.items():
+            if key not in shown:
+                grid.add_row(_flag(flag_of(key), _plain(value)), Text(about_of[key], "dim"))
+        parts += [Text(f"\n{heading}", "bold"), grid]
+    return Group(*parts)
+
+
+def _flag(flag: str, value: str) -> Text:
+    return Text.assemble((flag, "cyan"), " ", value)
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def _comments(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """For every value: its choices, and what its line in the source says."""
+    kind = type(config)
+    hints = typing.get_type_hints(kind)
+    source = "".join(inspect.getsource(base) for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base))
+    said = dict(re.findall(r"^    (\w+): [^#\n]*# (.*)$", source, re.MULTILINE))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _comments(value, f"{prefix}{field.name}.")
+            continue
+        hint = hints[field.name]
+        choices = " | ".join(typing.get_args(hint)) if typing.get_origin(hint) is Literal else ""
+        yield f"{prefix}{field.name}", "; ".join(filter(None, (choices, said.get(field.name))))

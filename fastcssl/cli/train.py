@@ -1,0 +1,351 @@
+"""fastcssl-train RECIPE METHOD STRATEGY --data DIR: trains. Also --list, --dry-run, and status RUN."""
+
+import dataclasses
+import os
+import statistics
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import tyro
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, usage, values
+from fastcssl.display import PROBE_NAMES
+from fastcssl.errors import Diverged, UserError
+from fastcssl.recipes import RECIPES, Recipe, Settings, flat, recipe
+from fastcssl.words import nearest
+
+if TYPE_CHECKING:
+    from fastcssl.session import Outcome
+
+_LISTED = ("moco", "pnr")  # when --list names a recipe alone
+_SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a command is told that is no part of a configuration."""
+
+    data: Path | None = None
+    out: Path | None = None
+    resume: Literal["auto", "never"] = "auto"
+    start_from: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    seeds: str | None = None
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+
+
+class _Ended(Exception):
+    """A sentence and the command's exit status. `everywhere`: said by every rank, as it may be true of one alone."""
+
+    def __init__(self, text: str, status: int, *, everywhere: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.everywhere = status, everywhere
+
+
+def main(args: list[str] | None = None) -> int:
+    # Under torchrun there is one process for each GPU; what holds for all is said once.
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        return _run(sys.argv[1:] if args is None else list(args), Console(quiet=rank > 0))
+    except (UserError, _Ended) as error:
+        if rank == 0 or (isinstance(error, _Ended) and error.everywhere):
+            who = f"rank {rank}: " if rank else ""
+            errors = Console(stderr=True, soft_wrap=True)
+            errors.print(f"[bold red]error:[/] {who}{escape(str(error))}", highlight=False)
+        return error.status if isinstance(error, _Ended) else 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(args: list[str], console: Console) -> int:
+    if args[:1] == ["status"]:
+        return _status(args[1:], console)
+    settings, args = _settings(args)
+    wants_help, wants_list = any(arg in ("-h", "--help") for arg in args), "--list" in args
+    args = [arg for arg in args if arg not in ("-h", "--help", "--list")]
+    num_words = next((place for place, arg in enumerate(args) if arg.startswith("-")), len(args))
+    words, args = tuple(args[:num_words]), args[num_words:]
+    _check_words(words)
+    if wants_list:
+        if not words:
+            console.print(everything())
+            return 0
+        words += _LISTED[len(words) - 1 :]
+    elif len(words) < 3:
+        if wants_help:
+            console.print(usage(words))
+            return 0
+        raise UserError(_missing(words))
+    found = recipe(*words, settings=settings)
+    if wants_help:
+        console.print(flags(words, found, _default_out(words, found.config.seed)))
+        return 0
+    options, changed = parsed(words, found, args, speaks=not console.quiet)
+    if wants_list:
+        console.print(values(words, settings, changed))
+        return 0
+    return _with_options(words, options, changed, args, console)
+
+
+def _settings(args: list[str]) -> tuple[Settings, list[str]]:
+    """--settings decides what all others default to, so it is read first."""
+    settings: Settings = "matched"
+    rest: list[str] = []
+    words = iter(args)
+    for arg in words:
+        name, equals, value = arg.partition("=")
+        if name != "--settings":
+            rest.append(arg)
+            continue
+        word = value if equals else next(words, "")
+        if word not in get_args(Settings):
+            raise UserError(f"--settings {word or 'needs a name'}. {nearest(word, get_args(Settings))}")
+        settings = word  # type: ignore[assignment]
+    return settings, rest
+
+
+def _check_words(words: Sequence[str]) -> None:
+    if len(words) > 3:
+        raise UserError(f"{words[3]!r} is a fourth word; after RECIPE METHOD STRATEGY come flags, such as --data DIR.")
+    for word, (what, names) in zip(words, _known(), strict=False):
+        if word not in names:
+            raise UserError(f"There is no {what} {word!r}. {nearest(word, names)}")
+
+
+def _known() -> tuple[tuple[str, list[str]], ...]:
+    return (
+        ("recipe", list(RECIPES)),
+        ("method", list(catalogue("methods"))),
+        ("strategy", list(catalogue("strategies"))),
+    )
+
+
+def _missing(words: Sequence[str]) -> str:
+    text = "; ".join(f"{what.upper()} is {', '.join(names)}" for what, names in _known()[len(words) :])
+    return f"The command begins with {PROG} RECIPE METHOD STRATEGY, then come flags. {text}. See {PROG} --help."
+
+
+# ---- Flags -----------------------------------------------------------------------------------------------------------
+
+
+def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool = True) -> tuple[Options, Recipe]:
+    """The recipe with what the flags change. Exits, by tyro, where a flag is not understood."""
+    from fastcssl import methods, strategies
+    from fastcssl.config import Config
+
+    hints, fields = typing.get_type_hints(Config), []
+    for field in dataclasses.fields(Config):
+        value = getattr(found.config, field.name)
+        kind: Any = type(value) if field.name in ("method", "strategy") else hints[field.name]
+        if field.name == "run":
+            kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
+        if field.name != "recipe":
+            fields.append((field.name, kind, dataclasses.field(default=value)))
+    known = dataclasses.make_dataclass("Flags", fields, bases=(Options,), frozen=True, kw_only=True)
+    try:
+        given: Any = tyro.cli(
+            known,
+            prog=" ".join((PROG, *words)),
+            args=list(_switched(args, found)),
+            console_outputs=speaks,
+        )
+        config = Config(recipe=found.config.recipe, **{name: getattr(given, name) for name, *_ in fields})
+        strategies.strategy_of(config.strategy).check(config.strategy, methods.method_of(config.method))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    options = {field.name: getattr(given, field.name) for field in dataclasses.fields(Options)}
+    return Options(**options), found.changed_to(config)
+
+
+def _switched(args: Sequence[str], found: Recipe) -> Iterator[str]:
+    """`--strategy.pn1 off` in tyro's words, which are `--strategy.no-pn1`."""
+    switches = {flag_of(key) for key, value in flat(found.config) if isinstance(value, bool)}
+    words = iter(args)
+    arg = next(words, None)
+    while arg is not None:
+        flag, equals, value = arg.partition("=")
+        following = next(words, None)
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
+        word = value if equals else "" if following is None or following.startswith("-") else following
+        state = _SWITCH.get(word.lower()) if flag in switches else None
+        if flag in switches and word and state is None:
+            raise UserError(f"{flag} {word}: say on or off.")
+        if state is None:
+            yield arg
+        else:
+            parent, dot, name = flag.removeprefix("--").rpartition(".")
+            yield f"--{parent}{dot}{'' if state else 'no-'}{name}"
+            if not equals:
+                following = next(words, None)
+        arg = following
+
+
+def _seeds(options: Options, args: Sequence[str]) -> tuple[int, ...]:
+    """() unless --seeds is given."""
+    if options.seeds is None:
+        return ()
+    if any(arg.partition("=")[0] == "--seed" for arg in args):
+        raise UserError("--seed and --seeds exclude each other.")
+    parts = [part.strip() for part in options.seeds.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UserError(f"--seeds {options.seeds!r}: give numbers with commas, such as --seeds 5,6,7.")
+    seeds = tuple(map(int, parts))
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds {options.seeds}: a seed is there twice.")
+    return seeds
+
+
+def _default_out(words: Sequence[str], seed: int | None) -> Path:
+    return Path("runs", "-".join(words) + ("" if seed is None else f"-seed{seed}"))
+
+
+# ---- What is done ----------------------------------------------------------------------------------------------------
+
+
+def _status(args: list[str], console: Console) -> int:
+    from fastcssl.runlog import RunLogError
+    from fastcssl.status import STATUS, summary
+
+    if len(args) != 1 or args[0].startswith("-"):
+        console.print(f"usage: {PROG} status RUN", markup=False)
+        return 0 if args in (["-h"], ["--help"]) else 2
+    folder = Path(args[0])
+    # Of several seeds each is a run of its own.
+    seeds = sorted(path.parent for path in folder.glob(f"seed*/{STATUS}")) if not (folder / STATUS).exists() else []
+    try:
+        for run in seeds or [folder]:
+            console.print(summary(run))
+    except RunLogError as error:
+        raise UserError(str(error)) from None
+    return 0
+
+
+def _with_options(words: Sequence[str], options: Options, found: Recipe, args: Sequence[str], console: Console) -> int:
+    seeds = _seeds(options, args)
+    out = options.out or _default_out(words, None if seeds else found.config.seed)
+    if options.data is None:
+        data = RECIPES[words[0]]
+        where = "" if data.source == "synthetic" else ":ROOT"
+        raise UserError(
+            f"--data is missing: give a folder that fastcssl-prep made. For this recipe: fastcssl-prep build "
+            f"{data.source}{where} --scenario {data.scenario} --tasks {data.num_tasks} --out DIR."
+        )
+    with _explained():
+        return _train(options, found, seeds, out, options.data, console)
+
+
+def _train(options: Options, found: Recipe, seeds: tuple[int, ...], out: Path, data: Path, console: Console) -> int:
+    from fastcssl.dist import RankLost, connect, disconnect
+    from fastcssl.train import train
+
+    try:
+        world, device = connect(found.config.run.device)
+    except RankLost:
+        raise
+    except RuntimeError as error:  # no such GPU, or an incomplete environment
+        raise UserError(str(error)) from None
+    if options.dry_run:
+        from fastcssl.forecast import forecast, shown
+
+        if world.rank == 0:
+            console.print(shown(forecast(found.config, data, world.size, device, out=out)))
+        world.barrier()
+        disconnect()
+        return 0
+    outcomes: list[Outcome] = []
+    for number, seed in enumerate(seeds or (found.config.seed,), start=1):
+        if seeds:
+            console.rule(f"seed {seed}, {number} of {len(seeds)}", align="left", style="dim")
+        outcome = train(
+            found.changed_to(dataclasses.replace(found.config, seed=seed)),
+            data=data,
+            out=out / f"seed{seed}" if seeds else out,
+            resume=options.resume,
+            start_from=_of_seed(options.start_from, seed) if seeds else options.start_from,
+            world=world,
+            device=device,
+            console=console,
+        )
+        outcomes.append(outcome)
+        if outcome.signal:
+            break
+    if len(outcomes) > 1 and (table := over_seeds(outcomes)) is not None:
+        console.print(table)
+    disconnect()
+    return 128 + outcomes[-1].signal if outcomes[-1].signal else 0
+
+
+def _of_seed(start_from: str | None, seed: int) -> str | None:
+    """--from RUN@K, where RUN holds several seeds too."""
+    if start_from is None or "@" not in start_from:
+        return start_from
+    run, _, task = start_from.rpartition("@")
+    return f"{run}/seed{seed}@{task}"
+
+
+def over_seeds(outcomes: "Sequence[Outcome]") -> RenderableType | None:
+    """Mean and standard deviation of what was probed after each task; None if nothing was."""
+    names = list(dict.fromkeys(name for outcome in outcomes for task in outcome.tasks for name in task.accuracy))
+    if not names:
+        return None
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("after task", justify="right")
+    for name in names:
+        table.add_column(PROBE_NAMES.get(name, name), justify="right", no_wrap=True)
+    for number in range(max(len(outcome.tasks) for outcome in outcomes)):
+        reached = [outcome.tasks[number].accuracy for outcome in outcomes if number < len(outcome.tasks)]
+        table.add_row(
+            str(number), *(_mean([100 * found[name] for found in reached if name in found]) for name in names)
+        )
+    return Group(f"top-1 accuracy in %, mean ± standard deviation over {len(outcomes)} seeds", table)
+
+
+def _mean(found: Sequence[float]) -> str:
+    if not found:
+        return "-"
+    deviation = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+    return f"{statistics.fmean(found):.2f}{deviation}"
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What a user or a machine can cause becomes a sentence; anything else keeps its traceback."""
+    import torch
+
+    from dataprep.errors import PrepError
+    from dataprep.manifest import ManifestError
+    from fastcssl.checkpoint import CheckpointError
+    from fastcssl.dist import RankLost
+    from fastcssl.loaders import LoaderError
+    from fastcssl.nets import EncoderFileError
+    from fastcssl.runlog import RunLogError
+
+    try:
+        yield
+    except RankLost as error:
+        raise _Ended(f"{error} To go on, run the same command again.", 1) from None
+    except Diverged as error:
+        raise _Ended(str(error), 1) from None
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise _Ended(
+            f"{reason}. Use a smaller --batch-size, more processes or --accumulate 2; --dry-run estimates the memory.",
+            1,
+            everywhere=True,
+        ) from None
+    except (LoaderError, CheckpointError) as error:
+        raise _Ended(str(error), 2, everywhere=True) from None
+    except (PrepError, ManifestError, RunLogError, EncoderFileError) as error:
+        raise UserError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

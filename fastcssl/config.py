@@ -1,0 +1,114 @@
+"""Everything that decides a run, as frozen data. `recipes.py` fills it, the command line overrides it by dotted names.
+
+Derived values (peak learning rate, steps, local batch) are computed where they are used and never stored here.
+"""
+
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fastcssl.loaders.stream import Augment
+from fastcssl.methods import MethodConfig
+from fastcssl.nets import EncoderConfig
+from fastcssl.online_probe import ProbePlan
+from fastcssl.optim import OptimConfig
+from fastcssl.strategies import StrategyConfig
+from fastcssl.views import Policy, policy, with_size
+
+Precision = Literal["auto", "bf16", "fp16", "fp32"]
+ScenarioKind = Literal["class", "data", "domain", "joint", "any"]
+Resume = Literal["auto", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectConfig:
+    """The data that a recipe is made for. "any" and 0 accept every data set."""
+
+    source: str = "any"  # as fastcssl-prep names it
+    scenario: ScenarioKind = "any"
+    num_tasks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewsConfig:
+    policy: str = "pnr-moco-imagenet"  # a name of fastcssl.views
+    size_px: int | None = None  # None: the policy's
+
+    def views(self) -> Policy:
+        views = policy(self.policy)
+        return views if self.size_px is None else with_size(views, self.size_px)
+
+    def probe_view(self) -> Policy:
+        """How images are seen when they are only embedded."""
+        family = "cifar" if self.policy.endswith("cifar") else "imagenet"
+        return with_size(policy(f"probe-val-{family}"), self.views()[0].size_px)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """How this process runs it. None of it changes what is computed, so that a run may go on with other values."""
+
+    checkpoint_minutes: float = 10.0
+    keep_checkpoints: int = 2
+    stop_after_task: int | None = None  # counted from 0
+    log_every: int = 10  # steps between two lines of metrics
+    tensorboard: bool = False
+    wandb: str | None = None  # a project's name
+    num_threads: int | None = None  # of the loader; None: one a core
+    prefetch: int = 3  # batches under way
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    recipe: str
+    epochs: int  # a task
+    batch_size: int  # over all ranks and micro-batches
+    method: MethodConfig
+    strategy: StrategyConfig
+    seed: int = 5
+    accumulate: int = 1  # micro-batches a step
+    expect: ExpectConfig = field(default_factory=ExpectConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    views: ViewsConfig = field(default_factory=ViewsConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    scope: Literal["global", "local"] = "global"
+    precision: Precision = "auto"
+    compile: str = "off"  # or a back end of torch.compile: "inductor"
+    loader: str = "auto"
+    augment: Augment = "fused"
+    only_task: int | None = None  # train this task of the manifest alone
+    online_probe: str = "off"  # "every=E" epochs, "every=E,parity", or "off"
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        for key, least in (("epochs", 1), ("batch_size", 2), ("accumulate", 1), ("seed", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key} is {getattr(self, key)}; give at least {least}.")
+        self.views.views()
+        ProbePlan.parse(self.online_probe)
+
+    @property
+    def probe(self) -> ProbePlan:
+        return ProbePlan.parse(self.online_probe)
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree on to be continued."""
+        values: dict[str, Any] = plain(self)
+        del values["run"]
+        # A clean probe only looks; the references' changes the running statistics.
+        values["online_probe"] = "parity" if self.probe.kind == "parity" else "none"
+        return values
+
+
+def plain(config: Any) -> Any:
+    """Nested dictionaries, lists, strings and numbers, for JSON and checkpoints."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, (list, tuple)):
+        return [plain(item) for item in config]
+    if isinstance(config, enum.Enum):
+        return config.value
+    return str(config) if isinstance(config, Path) else config

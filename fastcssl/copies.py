@@ -1,0 +1,141 @@
+"""What a step remembers besides the weights it trains: a slow copy, a frozen copy, a bank of keys.
+
+Plain objects, not modules: neither DDP nor the optimiser must see them, and `train()` on the method must not reach them.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+AtTaskStart = Literal["keep", "reset", "prefill"]
+Initial = Literal["empty", "random"]
+
+
+class EmaCopy:
+    """A copy whose parameters follow slowly. Its BatchNorm statistics are its own: it runs in train mode."""
+
+    def __init__(self, source: nn.Module) -> None:
+        self.module = copy.deepcopy(source).requires_grad_(False).train()
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Any:
+        return self.module(x)
+
+    @torch.no_grad()
+    def update(self, source: nn.Module, tau: float) -> None:
+        """slow <- tau slow + (1 - tau) source. Parameters only, as the references do."""
+        torch._foreach_lerp_(list(self.module.parameters()), list(source.parameters()), 1 - tau)
+
+    def to(self, device: torch.device) -> None:
+        self.module.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.module.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state)
+
+
+class FrozenCopy:
+    """The network as the previous task left it. Nothing moves it, BatchNorm's running statistics included.
+
+    `batch_statistics`: normalise by each batch's own statistics, as CaSSLe's frozen network does.
+    """
+
+    def __init__(self, source: nn.Module, *, batch_statistics: bool = False) -> None:
+        self.module = copy.deepcopy(source).requires_grad_(False).train(batch_statistics)
+        if batch_statistics:
+            for layer in self.module.modules():
+                if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                    layer.momentum = 0.0
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Any:
+        return self.module(x)
+
+    def to(self, device: torch.device) -> None:
+        self.module.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.module.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state)
+
+
+class Bank:
+    """A ring of the last `size` keys of one view, unit length, the same on every rank.
+
+    `push` is its only writer. The pointer and the count of rows ever written stay on the device, so that nothing waits
+    for the host. `initial="random"`: it starts full of random directions, as the references' queues do.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        dim: int,
+        *,
+        view: int,
+        initial: Initial = "empty",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.view, self.initial, self.seed = view, initial, seed
+        self.rows_KD = torch.zeros(size, dim, dtype=dtype)
+        self.pointer = torch.zeros((), dtype=torch.int64)  # the next row to write
+        self.filled = torch.zeros((), dtype=torch.int64)  # rows that hold a key; the others are masked
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """As new."""
+        self.pointer.zero_()
+        self.filled.zero_()
+        self.rows_KD.zero_()
+        if self.initial == "random":
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn_KD = torch.randn(self.rows_KD.shape, generator=generator, dtype=torch.float64)
+            self.rows_KD.copy_(functional.normalize(drawn_KD, dim=1))
+            self.filled.fill_(len(self.rows_KD))
+
+    @torch.no_grad()
+    def push(self, keys_GD: Tensor) -> None:
+        """Writes the newest keys, gathered over ranks, over the oldest. Any number of them; the last ones stay."""
+        size, count = len(self.rows_KD), len(keys_GD)
+        skipped = max(0, count - size)  # they would be overwritten at once
+        place = (self.pointer + torch.arange(skipped, count, device=self.rows_KD.device)) % size
+        keys_GD = functional.normalize(keys_GD[skipped:].to(torch.promote_types(keys_GD.dtype, torch.float32)), dim=1)
+        self.rows_KD.index_copy_(0, place, keys_GD.to(self.rows_KD.dtype))
+        self.pointer.add_(count).remainder_(size)
+        self.filled.add_(count).clamp_(max=size)
+
+    def to(self, device: torch.device) -> None:
+        self.rows_KD, self.pointer, self.filled = (x.to(device) for x in (self.rows_KD, self.pointer, self.filled))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows_KD, "pointer": self.pointer, "filled": self.filled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for mine, saved in ((self.rows_KD, "rows"), (self.pointer, "pointer"), (self.filled, "filled")):
+            if mine.shape != state[saved].shape:
+                raise ValueError(f"the saved bank has {saved} {list(state[saved].shape)}, this one {list(mine.shape)}")
+            mine.copy_(state[saved])
+
+
+Copy = EmaCopy | FrozenCopy | Bank
+
+
+def fill(banks: list[Bank], embed: Callable[[Tensor], Tensor], batches: Any, gather: Callable[[Tensor], Tensor]) -> int:
+    """Fills empty banks with the embeddings of each view, until they are full or the batches end. Rows then held."""
+    size, pushed = max(len(bank.rows_KD) for bank in banks), 0
+    for batch in batches:
+        for bank in banks:
+            bank.push(gather(embed(batch.views[bank.view])))
+        pushed += len(gather(batch.label))
+        if pushed >= size:
+            break
+    return min(pushed, size)

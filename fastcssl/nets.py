@@ -1,0 +1,302 @@
+"""Encoders and their heads, and the file in which a trained encoder leaves.
+
+An encoder maps images to features [N, F] and says F as `num_features`. A ResNet is torchvision's own class with `fc` an
+identity: its state dict loads strictly into `torchvision.models.resnet18()` treated alike, and the other way round.
+"""
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torchvision.models import ResNet
+from torchvision.models.resnet import BasicBlock, Bottleneck
+
+from dataprep.manifest import write_atomically
+from fastcssl.words import nearest
+
+Stem = Literal["imagenet", "cifar"]
+
+RESNETS = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet34": (BasicBlock, (3, 4, 6, 3)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+}
+# Below 8 channels, torch's channels-last convolutions on the CPU write past their buffers (seen in 2.14.1).
+MIN_WIDTH = 8
+MAX_WIDTH = 256  # four times the usual; more is a slip, and would fill the memory before it fails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """`name`: resnet18, 34, 50 or 101; `resnet18-w16` has 16 channels in its first stage instead of 64.
+
+    `stem`: how a ResNet begins. "imagenet": a 7x7 convolution of stride 2 and a pooling; "cifar": a 3x3 of stride 1.
+    """
+
+    name: str = "resnet18"
+    stem: Stem = "imagenet"
+
+    def __post_init__(self) -> None:
+        _resnet_of(self.name)
+        if self.stem not in get_args(Stem):
+            raise ValueError(f"There is no stem {self.stem!r}. {nearest(self.stem, get_args(Stem))}")
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def seeded(seed: int, what: str) -> Iterator[None]:
+    """Inside, initial weights are drawn for one named part; parts do not shift each other, nor anyone else's draws."""
+    digest = hashlib.blake2b(f"{what} {seed}".encode(), digest_size=8).digest()
+    # On the CPU, for weights that do not depend on the device. torch.manual_seed would also seed every GPU for good.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
+        yield
+
+
+def build_encoder(config: EncoderConfig, seed: int) -> nn.Module:
+    """On the CPU, in train mode, with `num_features`."""
+    with seeded(seed, "encoder"):
+        return _untrained(config)
+
+
+def _untrained(config: EncoderConfig) -> nn.Module:
+    """The one place that knows which names are built how."""
+    return _resnet(config)
+
+
+def _resnet_of(name: str) -> tuple[str, int]:
+    """'resnet18-w16' -> 'resnet18', 16."""
+    base, dash, suffix = name.partition("-")
+    if base not in RESNETS:
+        raise ValueError(f"There is no encoder {name!r}. {nearest(base, RESNETS)}")
+    width = re.fullmatch(r"w([1-9][0-9]{0,2})", suffix)
+    if not dash:
+        return base, 64
+    if width is None or not MIN_WIDTH <= int(width[1]) <= MAX_WIDTH:
+        raise ValueError(
+            f"There is no encoder {name!r}: {suffix!r} is not a width; use {base!r}, or for instance {f'{base}-w16'!r} "
+            f"(16 channels in the first stage; {MIN_WIDTH} to {MAX_WIDTH})."
+        )
+    return base, int(width[1])
+
+
+def _resnet(config: EncoderConfig) -> nn.Module:
+    base, width = _resnet_of(config.name)
+    block, depths = RESNETS[base]
+    # torchvision's constructor knows no width but 64. All that holds weights in it is replaced, so let it cost nothing.
+    with torch.device("meta"):
+        resnet = ResNet(block, [1, 1, 1, 1])
+    if config.stem == "cifar":
+        # Padding 2 as in CaSSLe and PNR: a 32 x 32 image becomes a map of 34 x 34.
+        resnet.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=2, bias=False)
+        resnet.maxpool = nn.Identity()
+    else:
+        resnet.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
+    resnet.bn1 = nn.BatchNorm2d(width)
+    resnet.inplanes = width
+    for stage, depth in enumerate(depths):
+        layer = resnet._make_layer(block, width << stage, depth, stride=2 if stage else 1)
+        setattr(resnet, f"layer{stage + 1}", layer)
+    resnet.fc = nn.Identity()
+    resnet.num_features = (width << 3) * block.expansion
+    for module in resnet.modules():
+        if isinstance(module, nn.Conv2d):  # as torchvision; a new BatchNorm is already as it wants it
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    built: nn.Module = resnet
+    return built
+
+
+def mlp(dims: Sequence[int], *, norm: bool) -> nn.Sequential:
+    """Linear layers from dims[0] to dims[-1]; between two of them a BatchNorm, if asked for, and a ReLU.
+
+    `norm=False`, three dims: the projectors of MoCo and SimCLR. `norm=True`, three dims: BYOL's, and every predictor;
+    four dims: those of Barlow Twins and VICReg. Draw its weights inside `seeded`.
+    """
+    if len(dims) < 2 or min(dims) < 1:
+        raise ValueError(f"an MLP cannot have the dimensions {list(dims)}; give two or more, each at least 1.")
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(dims):
+        if layers:
+            layers += [nn.BatchNorm1d(inputs), nn.ReLU()] if norm else [nn.ReLU()]
+        layers.append(nn.Linear(inputs, outputs))
+    return nn.Sequential(*layers)
+
+
+class Online(nn.Module):
+    """What is trained: images -> (features h_NF, projection z_ND). MoCo's projection is of unit length."""
+
+    def __init__(self, encoder: nn.Module, projector: nn.Module, *, normalise: bool = False) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.projector = projector
+        self.normalise = normalise
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h_NF = self.encoder(x)
+        z_ND = self.projector(h_NF)
+        if self.normalise:
+            # In float32 at least: a unit vector rounded to bfloat16 is 0.1 % too long or too short.
+            z_ND = functional.normalize(z_ND.to(torch.promote_types(z_ND.dtype, torch.float32)), dim=1)
+        return h_NF, z_ND
+
+
+def activation_bytes(encoder: nn.Module, size_px: int, batch_size: int, dtype: torch.dtype) -> int:
+    """What autograd keeps of one forward pass for its backward, the images included and the weights not.
+
+    Counted on the meta device: nothing is computed or allocated. An estimate: workspaces and gradients come on top.
+    """
+    # In eval mode a synchronised BatchNorm keeps the same and asks neither for a GPU nor for other ranks.
+    ghost = copy.deepcopy(encoder).to("meta", dtype).eval()
+    images = torch.empty(batch_size, 3, size_px, size_px, dtype=dtype, device="meta")
+    weights = {tensor.untyped_storage()._cdata for tensor in (*ghost.parameters(), *ghost.buffers())}
+    kept = {}  # by storage: a tensor is often kept by two operations, or as a view
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        ghost(images)
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+FORMAT_VERSION = "1"
+OWN_KEYS = ("format_version", "architecture", "stem", "num_features")
+
+
+class EncoderFileError(Exception):
+    """A sentence: which file, what is wrong with it, and the remedy."""
+
+
+def save_encoder(path: Path | str, encoder: nn.Module, config: EncoderConfig, metadata: Mapping[str, str]) -> None:
+    """A safetensors file of float32 weights and strings, whole or not at all; equal contents give equal bytes."""
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ValueError(f"an encoder file's metadata are strings, but {key!r} is {value!r}; convert it.")
+        if key in OWN_KEYS:
+            raise ValueError(f"an encoder file sets {key!r} by itself; give that entry of the metadata another name.")
+    blank = _blank(config)
+    tensors = {
+        key: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for key, tensor in encoder.state_dict().items()
+    }
+    if wrong := _difference(blank.state_dict(), tensors):
+        raise ValueError(
+            f"the encoder to save is not a {config.name} with the {config.stem} stem: {wrong}; give the module that "
+            f"build_encoder returned, without wrappers, and its config."
+        )
+    own = dict(zip(OWN_KEYS, (FORMAT_VERSION, config.name, config.stem, str(blank.num_features)), strict=True))
+    write_atomically(Path(path), _with_sorted_metadata(save(tensors, {**metadata, **own})))
+
+
+def from_file(path: Path | str) -> nn.Module:
+    """The encoder that `save_encoder` wrote, on the CPU, in eval mode, with `num_features`."""
+    metadata, tensors = _read(Path(path), with_tensors=True)
+    try:
+        config = EncoderConfig(name=metadata["architecture"], stem=metadata["stem"])  # type: ignore[arg-type]
+    except ValueError as error:
+        raise EncoderFileError(f"{path} cannot be loaded: {error}") from error
+    if wrong := _difference(_blank(config).state_dict(), tensors):
+        raise EncoderFileError(
+            f"{path} does not hold the {config.name} with the {config.stem} stem that it names: {wrong}; export it "
+            f"again."
+        )
+    encoder = build_encoder(config, seed=0)
+    encoder.load_state_dict(tensors, strict=True)
+    return encoder.eval()
+
+
+def describe_file(path: Path | str) -> dict[str, str]:
+    """The strings of an encoder file: its architecture, and what its run said about itself."""
+    return _read(Path(path), with_tensors=False)[0]
+
+
+def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
+    if not path.is_file():
+        raise EncoderFileError(f"{path} is not a file; give an encoder file, such as RUN/encoders/task0.safetensors.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()} if with_tensors else {}
+    except OSError as error:
+        raise EncoderFileError(f"{path} cannot be read: {error}.") from error
+    except SafetensorError as error:
+        if _looks_pickled(path):
+            raise EncoderFileError(
+                f"{path} is a pickle (torch.save), which may run any code when opened; give a safetensors file, "
+                f"such as RUN/encoders/task0.safetensors."
+            ) from error
+        raise EncoderFileError(
+            f"{path} is not a safetensors file, or only a part of one ({error}); copy or export it again."
+        ) from error
+    missing = [key for key in OWN_KEYS if key not in metadata]
+    if missing:
+        raise EncoderFileError(
+            f"{path} does not say which encoder it holds: its metadata lack {', '.join(missing)}; give a file that "
+            f"fastcssl wrote, or build_encoder and load_state_dict by hand."
+        )
+    if metadata["format_version"] != FORMAT_VERSION:
+        raise EncoderFileError(
+            f"{path} is an encoder file of format {metadata['format_version']!r}, but this fastcssl reads "
+            f"{FORMAT_VERSION!r}; use the fastcssl that wrote it."
+        )
+    return metadata, tensors
+
+
+def _looks_pickled(path: Path) -> bool:
+    """For the error's words only: a safetensors file may begin with the same bytes."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return start == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"))
+
+
+def _blank(config: EncoderConfig) -> nn.Module:
+    """Shapes without values."""
+    with torch.device("meta"):
+        return _untrained(config)
+
+
+def _difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    def named(keys: list[str]) -> str:
+        return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+    parts = []
+    if missing := [key for key in wanted if key not in found]:
+        parts.append(f"missing are {named(missing)}")
+    if unexpected := [key for key in found if key not in wanted]:
+        parts.append(f"unexpected are {named(unexpected)}")
+    for key, tensor in wanted.items():
+        if key in found and (found[key].shape, found[key].dtype) != (tensor.shape, tensor.dtype):
+            seen = f"{found[key].dtype} {list(found[key].shape)}"
+            parts.append(f"{key} is {seen}, not {tensor.dtype} {list(tensor.shape)}")
+            break
+    return " and ".join(parts) or None
+
+
+def _with_sorted_metadata(content: bytes) -> bytes:
+    """safetensors writes the strings in an order that changes from call to call."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the tensors with spaces
+    return len(text).to_bytes(8, "little") + text + content[end:]

@@ -1,0 +1,193 @@
+"""PNR: pseudo-negatives from the frozen network in the plasticity term, from the current one in the stability term.
+
+Cha et al., Regularizing with Pseudo-Negatives for Continual Self-Supervised Learning, ICML 2024.
+
+Contrastive methods (section 3.2): L1 pulls z to its other view, L2 pulls g(z) to the frozen embedding of its own view;
+both are told from the same negatives, the current model's and the frozen model's (PN1 joins L1, PN2 joins L2).
+Others (section 3.3): CaSSLe's terms, minus weight x repel from the frozen embedding of the other view (PN2).
+
+form = code   as released. MoCo: the negatives of a view are the banks of the other view, positives in both
+              denominators. SimCLR: the positive in the denominator of L1 only.
+form = paper  MoCo: banks of both views of both models and the sample's own other-view frozen embedding; the positive in
+              the denominator of L1 only. SimCLR: the same as code. Barlow, BYOL, VICReg: the method's `repel`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fastcssl.copies import Bank
+from fastcssl.errors import UserError
+from fastcssl.losses import with_negative
+from fastcssl.methods import Embeddings, Inputs, Method, Rows
+from fastcssl.strategies import Distilling, Frozen, StrategyConfig, Task
+
+Form = Literal["code", "paper"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PnrConfig(StrategyConfig):
+    form: Form = "code"
+    pn1: bool = True  # frozen negatives in L1; contrastive methods only
+    pn2: bool = True  # current negatives in L2; for the others: repel at all
+    weight: float = 1.0  # of repel, for methods without negatives; lambda in the paper
+    align_weight: float = 1.0  # of align, for methods without negatives
+    temperature: float = 0.2  # of L2
+    frozen: Frozen = "eval"
+
+
+class Pnr(Distilling):
+    name = "pnr"
+    Config = PnrConfig
+    config: PnrConfig
+
+    @classmethod
+    def check(cls, config: StrategyConfig, method: type[Method]) -> None:
+        if not method.contrastive and isinstance(config, PnrConfig) and not config.pn1:
+            raise UserError(
+                f"strategy.pn1 is off, but {method.name} has no negatives that PN1 could join. Leave it on; "
+                "--no-strategy.pn2 switches its pseudo-negatives off."
+            )
+
+    def begin_task(self, task: Task, method: Method) -> None:
+        if task.index == 0:
+            return
+        self.freeze(method, self.config.frozen)
+        self.add_predictor(method, method.config.dim)
+        if method.banks and not self.banks:
+            like = method.banks[0]
+            self.banks = tuple(
+                Bank(*like.rows_KD.shape, view=view, initial=like.initial, seed=like.seed + 2 + view)
+                for view in range(len(method.banks))
+            )
+            for bank in self.banks:
+                bank.rows_KD = bank.rows_KD.to(like.rows_KD.dtype)
+                bank.to(like.rows_KD.device)
+                self.copies[f"frozen_bank{bank.view}"] = bank
+
+    def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
+        e = method(inputs)
+        if self.frozen is None:
+            terms = {"loss": method.loss(e)}
+        else:
+            p, f = self.predictions(e.z), self.frozen_embeddings(inputs)
+            if method.contrastive:
+                terms = self._contrastive(method, e, _unit(p), _unit(f))
+            else:
+                terms = self._other(method, e, p, f)
+            for bank in self.banks:
+                bank.push(self.world.gather_keys(f[bank.view]))
+        method.remember(e)
+        return terms
+
+    # ---- Methods with negatives --------------------------------------------------------------------------------------
+
+    def _contrastive(
+        self, method: Method, e: Embeddings, p: tuple[Tensor, ...], f: tuple[Tensor, ...]
+    ) -> dict[str, Tensor]:
+        if not method.banks:
+            pairs = [self._in_batch(method, e, torch.cat(p), torch.cat(f))]
+        elif self.config.form == "code":
+            pairs = [
+                self._sweep(rows, self.banks[1 - view], p[view], f[view]) for view, rows in enumerate(method.rows(e))
+            ]
+        else:
+            pairs = [self._paper_form(method, e, p, f)]
+        plasticity, stability = zip(*pairs, strict=True)
+        return {
+            "plasticity": torch.stack([loss_M.mean() for loss_M in plasticity]).mean(),
+            "stability": torch.stack([loss_M.mean() for loss_M in stability]).mean(),
+        }
+
+    def _sweep(self, rows: Rows, frozen_bank: Bank, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
+        """One view's rows and ours against the current and the frozen bank."""
+        return self._both(rows, (frozen_bank.rows_KD,), (frozen_bank.filled,), p_MD, f_MD)
+
+    def _in_batch(self, method: Method, e: Embeddings, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
+        """Views stacked: the negatives are all other current and all other frozen embeddings of the batch."""
+        (rows,) = method.rows(e)
+        return self._both(rows, (self.world.gather(f_MD),), (None,), p_MD, f_MD)
+
+    def _both(
+        self,
+        rows: Rows,
+        frozen_keys: tuple[Tensor, ...],
+        frozen_filled: tuple[Tensor | None, ...],
+        p_MD: Tensor,
+        f_MD: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """L1 and L2, a value a row. One sweep when they share their negatives."""
+        keys, filled = rows.keys + frozen_keys, rows.filled + frozen_filled
+        config, num_rows = self.config, len(rows.query_MD)
+        if config.pn1 and config.pn2:
+            loss_M = _against(rows, keys, filled).stacked(p_MD, f_MD, config.temperature).loss_M()
+            return loss_M[:num_rows], loss_M[num_rows:]
+        mine = _against(rows, keys, filled) if config.pn1 else rows
+        other = _against(rows, keys, filled) if config.pn2 else _against(rows, frozen_keys, frozen_filled)
+        l2 = Rows(
+            query_MD=p_MD,
+            positive_MD=f_MD,
+            keys=other.keys,
+            filled=other.filled,
+            temperature=config.temperature,
+            own_M=rows.own_M,
+            positive_in_denominator=rows.positive_in_denominator,
+        )
+        return mine.loss_M(), l2.loss_M()
+
+    def _paper_form(
+        self, method: Method, e: Embeddings, p: tuple[Tensor, ...], f: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Both views against the banks of both views, so that all rows share one sweep.
+
+        L2's positive is not in its denominator but the other view's frozen embedding is: that one takes the positive's
+        place in the sweep, and the numerator is put right afterwards.
+        """
+        first, second = method.rows(e)
+        rows = Rows(
+            query_MD=torch.cat([first.query_MD, second.query_MD]),
+            positive_MD=torch.cat([first.positive_MD, second.positive_MD]),
+            keys=first.keys + second.keys,
+            filled=first.filled + second.filled,
+            temperature=first.temperature,
+        )
+        p_MD, f_MD, other_MD = torch.cat(p), torch.cat(f), torch.cat(f[::-1])
+        frozen_keys, frozen_filled = zip(*((bank.rows_KD, bank.filled) for bank in self.banks), strict=True)
+        l1_M, swept_M = self._both(rows, frozen_keys, frozen_filled, p_MD, other_MD)
+        if self.config.pn1:
+            pull_M = (rows.query_MD * rows.positive_MD).sum(1) / rows.temperature
+            push_M = (rows.query_MD * other_MD).sum(1) / rows.temperature
+            l1_M = with_negative(l1_M, pull_M, push_M)
+        l2_M = swept_M + (p_MD * (other_MD - f_MD)).sum(1) / self.config.temperature
+        return l1_M, l2_M
+
+    # ---- Methods without -----------------------------------------------------------------------------------------------
+
+    def _other(self, method: Method, e: Embeddings, p: tuple[Tensor, ...], f: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        terms = {"loss": method.loss(e), "align": self.config.align_weight * method.align(p, f)}
+        if self.config.pn2:
+            terms["repel"] = -self.config.weight * method.repel(p, f[::-1], self.config.form)
+        return terms
+
+
+def _unit(z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(functional.normalize(z_ND, dim=1) for z_ND in z)
+
+
+def _against(rows: Rows, keys: tuple[Tensor, ...], filled: tuple[Tensor | None, ...]) -> Rows:
+    """The same rows, other negatives."""
+    return Rows(
+        query_MD=rows.query_MD,
+        positive_MD=rows.positive_MD,
+        keys=keys,
+        filled=filled,
+        temperature=rows.temperature,
+        own_M=rows.own_M,
+        positive_in_denominator=rows.positive_in_denominator,
+    )
+
+
+STRATEGY = Pnr
