@@ -1,6 +1,6 @@
 """What a step remembers besides the weights it trains: a slow copy, a frozen copy, a bank of keys.
 
-Plain objects, not modules: neither DDP nor the optimiser must see them, and `train()` on the method must not reach them.
+Plain objects, not modules: neither DDP nor the optimiser may see them, and `train()` on a method must not reach them.
 """
 
 import copy

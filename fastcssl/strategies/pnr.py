@@ -49,7 +49,7 @@ class Pnr(Distilling):
         if not method.contrastive and isinstance(config, PnrConfig) and not config.pn1:
             raise UserError(
                 f"strategy.pn1 is off, but {method.name} has no negatives that PN1 could join. Leave it on; "
-                "--no-strategy.pn2 switches its pseudo-negatives off."
+                "--strategy.pn2 off switches its pseudo-negatives off."
             )
 
     def begin_task(self, task: Task, method: Method) -> None:
@@ -164,7 +164,7 @@ class Pnr(Distilling):
         l2_M = swept_M + (p_MD * (other_MD - f_MD)).sum(1) / self.config.temperature
         return l1_M, l2_M
 
-    # ---- Methods without -----------------------------------------------------------------------------------------------
+    # ---- Methods without ---------------------------------------------------------------------------------------------
 
     def _other(self, method: Method, e: Embeddings, p: tuple[Tensor, ...], f: tuple[Tensor, ...]) -> dict[str, Tensor]:
         terms = {"loss": method.loss(e), "align": self.config.align_weight * method.align(p, f)}
