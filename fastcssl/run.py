@@ -145,6 +145,7 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
     manifest, expect = data.manifest, config.expect
     method, strategy = methods.method_of(config.method), strategies.strategy_of(config.strategy)
     strategy.check(config.strategy, method)
+    config.probe.check(data)
     if expect.source not in ("any", manifest.source.kind):
         raise UserError(
             f"The recipe {config.recipe} is made for {expect.source}, but {data.folder} was prepared from "

@@ -36,7 +36,7 @@ from fastcssl.online_probe import ParityProbe, probe
 from fastcssl.recipes import Recipe
 from fastcssl.run import Position, Run
 from fastcssl.runfolder import locked, set_aside, shared, start_of
-from fastcssl.runlog import EpochReport, ProbeReport, RunLog, StepReport, TaskReport
+from fastcssl.runlog import EpochReport, ProbeReport, RunLog, StepReport, TaskReport, read_reports
 from fastcssl.status import State, Status, write_status
 
 # What the ranks agree on between two steps; the largest wins.
@@ -145,6 +145,8 @@ class Session:
         )
         for text in warnings:
             self.display.note(text, warning=True)
+        for probed in read_reports(self.out, ProbeReport) if self._leads and self.state is not None else ():
+            self.display.probe(probed)
         if config.accumulate > 1 and run.method.in_batch:
             self.display.note(
                 f"{method} compares the samples of a batch with each other; with --accumulate {config.accumulate} it "
@@ -317,6 +319,7 @@ class Session:
         self._accuracy[index] = accuracy
         report = ProbeReport(step=step, task=index, accuracy=accuracy)
         self.log.write(report)
+        self.log.event("probe", step=step, **asdict(result))
         self.display.probe(report)
 
     def accuracy(self, index: int) -> dict[str, float]:

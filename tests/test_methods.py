@@ -150,6 +150,20 @@ def test_descent_on_align_turns_predictions_to_their_targets(method: str, data: 
     lab.close()
 
 
+@pytest.mark.parametrize("method", methods.names())
+def test_a_compiled_step_is_the_same(method: str, data: Path) -> None:
+    """Forward and backward graphs by torch.compile, bank writes included."""
+    plain, compiled = (Lab(method, "pnr", data) for _ in range(2))
+    compiled.step.compile(backend="aot_eager")
+    for _ in range(3):
+        a, b = plain.train(), compiled.train()
+        assert {k: float(v) for k, v in b.items()} == pytest.approx({k: float(v) for k, v in a.items()}, rel=1e-9)
+    for name, rows in plain.banks().items():
+        torch.testing.assert_close(compiled.banks()[name], rows)
+    plain.close()
+    compiled.close()
+
+
 def test_the_batches_of_ranks_are_parts_of_the_whole() -> None:
     whole = next(batches())
     parts = [next(batches(rank, 4)) for rank in range(4)]

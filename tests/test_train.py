@@ -126,12 +126,12 @@ def test_mixed_precision_trains(tmp_path: Path, two_tasks: Path, precision: str)
     assert losses(tmp_path / "half") != losses(tmp_path / "full")
 
 
-@pytest.mark.parametrize(("method", "strategy"), [("moco", "pnr"), ("simclr", "cassle"), ("byol", "pnr")])
-def test_compiled_training_is_the_same(tmp_path: Path, two_tasks: Path, method: str, strategy: str) -> None:
-    run(tiny(method, strategy, epochs=1, compile="aot_eager"), two_tasks, tmp_path / "compiled")
-    run(tiny(method, strategy, epochs=1), two_tasks, tmp_path / "plain")
+def test_compiled_training_is_the_same(tmp_path: Path, two_tasks: Path) -> None:
+    """By the tracer alone, which is what may fail; test_methods compiles the rest of the way."""
+    run(tiny("moco", "pnr", epochs=1, compile="eager"), two_tasks, tmp_path / "compiled")
+    run(tiny("moco", "pnr", epochs=1), two_tasks, tmp_path / "plain")
     for (_, compiled), (_, plain) in zip(losses(tmp_path / "compiled"), losses(tmp_path / "plain"), strict=True):
-        assert compiled == pytest.approx(plain, rel=1e-3, abs=1e-3)
+        assert compiled == pytest.approx(plain, rel=1e-4, abs=1e-4)
 
 
 def test_another_strategy_starts_from_a_shared_task(tmp_path: Path, two_tasks: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_run_folder_says_what_was_trained(tmp_path: Path, two_tasks: Path) -
     for words in ("k-NN", "classes 11-20", str(tmp_path / "run/encoders")):
         assert words in text.getvalue()
     assert len(lines(tmp_path / "run", "probe")) == 2
-    assert {event["what"] for event in lines(tmp_path / "run", "event")} == {"checkpoint", "finished"}
+    assert {event["what"] for event in lines(tmp_path / "run", "event")} == {"checkpoint", "probe", "finished"}
     assert all(event["stall_s"] >= 0 for event in lines(tmp_path / "run", "event") if event["what"] == "checkpoint")
 
 
