@@ -7,16 +7,14 @@ INPUTS := pyproject.toml setup.py constraints.txt $(shell find csrc -type f 2>/d
 
 .PHONY: demo test check format bench clean
 
-## make demo: prepare and inspect the embedded data set
+## make demo: prepare the embedded data set, look at it, train MoCo + PNR through its three tasks
 demo: $(VENV)/installed
 	@rm -rf demo
 	$(BIN)/fastcssl-prep build synthetic --scenario class --tasks 3 --out demo/data
-	$(BIN)/fastcssl-prep verify demo/data
-	$(BIN)/fastcssl-prep split demo/data --scenario domain --name by-style
 	$(BIN)/fastcssl-prep inspect demo/data --sheet demo/sheet.png
-	$(BIN)/fastcssl-prep inspect demo/data/by-style.json --sheet demo/sheet-by-style.png
 	$(BIN)/fastcssl-prep inspect demo/data --views pnr-moco-cifar --sheet demo/views.png | tail -1
-	@echo "Look at demo/sheet.png, demo/sheet-by-style.png and demo/views.png."
+	$(BIN)/fastcssl-train demo moco pnr --data demo/data --out demo/run
+	@echo "Look at demo/sheet.png and demo/views.png; fastcssl-train status demo/run says what was trained."
 
 ## make test: lint, types, and the whole test suite with every back end
 test: check
@@ -35,6 +33,7 @@ format: $(VENV)/installed-dev
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/prep.py --quick
 	$(BIN)/python benchmarks/loader.py --quick
+	$(BIN)/python benchmarks/train.py --quick
 
 $(VENV)/bin/python:
 	.ci/packages $(PYTHON)

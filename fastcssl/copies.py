@@ -32,6 +32,7 @@ class EmaCopy:
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)
+        self.module.to(memory_format=torch.channels_last)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.module.state_dict())
@@ -59,6 +60,7 @@ class FrozenCopy:
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)
+        self.module.to(memory_format=torch.channels_last)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.module.state_dict())

@@ -206,6 +206,7 @@ _DEMO = (
             "method.dim": 64,
             "optim.warmup_epochs": 2,
             "optim.schedule_unit": "step",
+            "online_probe": "every=0",
         },
         recipe="demo",
     ),
