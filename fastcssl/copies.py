@@ -52,7 +52,7 @@ class FrozenCopy:
         if batch_statistics:
             for layer in self.module.modules():
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                    layer.momentum = 0.0
+                    layer.track_running_stats = False  # neither read nor written
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Any:
@@ -124,7 +124,9 @@ class Bank:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for mine, saved in ((self.rows_KD, "rows"), (self.pointer, "pointer"), (self.filled, "filled")):
             if mine.shape != state[saved].shape:
-                raise ValueError(f"the saved bank has {saved} {list(state[saved].shape)}, this one {list(mine.shape)}")
+                raise ValueError(
+                    f"the saved bank has {saved} {list(state[saved].shape)}, this one {list(mine.shape)}; use the same size."
+                )
             mine.copy_(state[saved])
 
 
@@ -135,8 +137,9 @@ def fill(banks: list[Bank], embed: Callable[[Tensor], Tensor], batches: Any, gat
     """Fills empty banks with the embeddings of each view, until they are full or the batches end. Rows then held."""
     size, pushed = max(len(bank.rows_KD) for bank in banks), 0
     for batch in batches:
+        keys = [gather(embed(view)) for view in batch.views]
         for bank in banks:
-            bank.push(gather(embed(batch.views[bank.view])))
+            bank.push(keys[bank.view])
         pushed += len(gather(batch.label))
         if pushed >= size:
             break

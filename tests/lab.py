@@ -33,10 +33,10 @@ def small_encoder() -> nn.Module:
     """Convolutions and BatchNorm, as a ResNet has them, and quick."""
     with seeded(3, "small encoder"):
         layers = []
-        for inputs, outputs in ((3, 6), (6, 12)):
+        for inputs, outputs in ((3, 8), (8, 16)):
             layers += [nn.Conv2d(inputs, outputs, 3, stride=2, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
         network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    network.num_features = 12  # type: ignore[assignment]
+    network.num_features = 16  # type: ignore[assignment]
     return network
 
 

@@ -76,8 +76,8 @@ class Rows:
         both: float | Tensor = temperature
         if isinstance(self.temperature, Tensor) or self.temperature != temperature:
             dtype = torch.promote_types(query_MD.dtype, torch.float32)
-            mine_M = torch.as_tensor(self.temperature, dtype=dtype, device=query_MD.device).expand(len(self.query_MD))
-            both = torch.cat([mine_M, mine_M.new_full((len(query_MD),), temperature)])
+            mine_M, other_M = (x.new_ones(len(x), dtype=dtype) for x in (self.query_MD, query_MD))
+            both = torch.cat([mine_M * self.temperature, other_M * temperature])
         return Rows(
             query_MD=torch.cat([self.query_MD, query_MD]),
             positive_MD=torch.cat([self.positive_MD, positive_MD]),

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from fastcssl.losses import symmetric_contrast
+from fastcssl.losses import symmetric_contrast, unit
 from fastcssl.methods import Embeddings, Inputs, Method, MethodConfig, Rows, Setting, contrast
 from fastcssl.nets import mlp, seeded
 
@@ -40,7 +39,7 @@ class Simclr(Method):
         return Embeddings(h=h, z=z, label=inputs.label)
 
     def rows(self, e: Embeddings) -> list[Rows]:
-        z_MD = functional.normalize(torch.cat(e.z), dim=1)
+        z_MD = unit(torch.cat(e.z))
         num_rows = len(z_MD)
         return [
             Rows(

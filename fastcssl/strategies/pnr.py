@@ -17,11 +17,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fastcssl.copies import Bank
 from fastcssl.errors import UserError
-from fastcssl.losses import with_negative
+from fastcssl.losses import unit, with_negative
 from fastcssl.methods import Embeddings, Inputs, Method, Rows
 from fastcssl.strategies import Distilling, Frozen, StrategyConfig, Task
 
@@ -75,7 +74,7 @@ class Pnr(Distilling):
         else:
             p, f = self.predictions(e.z), self.frozen_embeddings(inputs)
             if method.contrastive:
-                terms = self._contrastive(method, e, _unit(p), _unit(f))
+                terms = self._contrastive(method, e, tuple(map(unit, p)), tuple(map(unit, f)))
             else:
                 terms = self._other(method, e, p, f)
             for bank in self.banks:
@@ -171,10 +170,6 @@ class Pnr(Distilling):
         if self.config.pn2:
             terms["repel"] = -self.config.weight * method.repel(p, f[::-1], self.config.form)
         return terms
-
-
-def _unit(z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(functional.normalize(z_ND, dim=1) for z_ND in z)
 
 
 def _against(rows: Rows, keys: tuple[Tensor, ...], filled: tuple[Tensor | None, ...]) -> Rows:
