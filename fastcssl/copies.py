@@ -124,9 +124,8 @@ class Bank:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for mine, saved in ((self.rows_KD, "rows"), (self.pointer, "pointer"), (self.filled, "filled")):
             if mine.shape != state[saved].shape:
-                raise ValueError(
-                    f"the saved bank has {saved} {list(state[saved].shape)}, this one {list(mine.shape)}; use the same size."
-                )
+                shapes = f"{list(state[saved].shape)}, this one {list(mine.shape)}"
+                raise ValueError(f"the saved bank has {saved} {shapes}; use the same size.")
             mine.copy_(state[saved])
 
 
