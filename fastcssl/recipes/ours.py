@@ -1,0 +1,39 @@
+"""What no script has: the demo's numbers, what we take from near by, and the paper's encoder for ImageNet-1k."""
+
+from fastcssl.recipes.rows import OURS, TEXT, WEIGHTS, Row, Table, row
+
+
+def _weights(like: str, barlow: float, byol: float, vicreg: float, **where: str) -> tuple[Row, ...]:
+    source = f"{OURS}, as {like} ({WEIGHTS})"
+    values = {"barlow": barlow, "byol": byol, "vicreg": vicreg}
+    return tuple(
+        row(source, {"strategy.weight": value}, method=method, strategy="pnr", **where)
+        for method, value in values.items()
+    )
+
+
+OWN: Table = (
+    row(TEXT, {"encoder.name": "resnet50"}, recipe="imagenet1k-class5 imagenet1k-class10"),
+    row(
+        OURS,
+        {
+            "epochs": 10,
+            "batch_size": 128,
+            "encoder.name": "resnet18-w16",
+            "method.hidden": 256,
+            "method.dim": 64,
+            "optim.warmup_epochs": 2,
+            "optim.schedule_unit": "step",
+        },
+        recipe="demo",
+    ),
+    row(OURS, {"method.bank.size": 1024}, recipe="demo", method="moco"),
+    row(OURS, {"method.predictor_hidden": 256}, recipe="demo", method="byol"),
+    *_weights("CIFAR-100", 1.0, 0.5, 23.0, recipe="demo"),
+    # The paper cuts only ImageNet-100 at random.
+    *_weights("ImageNet-100", 0.1, 0.1, 5.0, data="cifar100", scenario="data"),
+    # CaSSLe's paper has numbers for these but neither definitions nor code. LUMP's own authors train on CIFAR-100.
+    row("LUMP script", {"strategy.alpha": 0.4, "strategy.budget": 256}, strategy="lump", data="cifar100"),
+    row(f"{OURS}, as CIFAR-100 (LUMP script)", {"strategy.alpha": 0.4, "strategy.budget": 256}, strategy="lump"),
+    row(f"{OURS}, as LUMP", {"strategy.budget": 256}, strategy="der"),  # alpha, and the other weights: their defaults
+)
