@@ -76,7 +76,7 @@ class Run:
         check(config, self.data, self.tasks, self.world)
         self.amp_dtype = amp_dtype(config.precision, device)
         setting = Setting(world=self.world, seed=config.seed, device=device)
-        self.encoder: nn.Module = build_encoder(config.encoder, config.seed)
+        self.encoder: nn.Module = build_encoder(config.encoder, config.seed, config.views.views()[0].size_px)
         self.method = methods.build(config.method, self.encoder, setting)
         self.strategy = strategies.build(config.strategy, setting)
         self.loader_config = LoaderConfig(

@@ -76,11 +76,12 @@ class Lab:
         first_task_steps: int = 2,
         method_config: dict[str, Any] | None = None,
         strategy_config: dict[str, Any] | None = None,
+        encoder: nn.Module | None = None,
     ) -> None:
         self.world = world or World()
         setting = Setting(world=self.world, seed=3)
         config = dataclasses.replace(small(methods.find(method).Config()), **(method_config or {}))
-        self.method: Method = methods.build(config, small_encoder(), setting)
+        self.method: Method = methods.build(config, encoder or small_encoder(), setting)
         as_float64(self.method)
         own = strategies.find(strategy).Config(**(strategy_config or {}))
         self.strategy: Strategy = strategies.build(own, setting)
