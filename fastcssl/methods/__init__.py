@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fastcssl import ops
 from fastcssl.copies import AtTaskStart, Bank, Copy, Initial
 from fastcssl.dist import World, synchronised
+from fastcssl.errors import UserError
 from fastcssl.nets import Online
 from fastcssl.words import nearest
 
@@ -196,7 +197,13 @@ def find(name: str) -> type[Method]:
     if any(info.name == name for info in pkgutil.iter_modules(__path__)):
         found: Any = importlib.import_module(f"{__name__}.{name}").METHOD
     else:
-        found = next(iter(entry_points(group=GROUP, name=name))).load()
+        point = next(iter(entry_points(group=GROUP, name=name)))
+        try:
+            found = point.load()
+        except Exception as error:  # someone else's code
+            raise UserError(
+                f"The method {name!r} ({point.value}) cannot be loaded: {error}. Repair or uninstall its package."
+            ) from error
     method: type[Method] = found
     return method
 
@@ -204,8 +211,12 @@ def find(name: str) -> type[Method]:
 def method_of(config: MethodConfig) -> type[Method]:
     """The method that a configuration belongs to."""
     for name in names():
-        if type(config) is find(name).Config:
-            return find(name)
+        try:
+            found = find(name)
+        except UserError:  # a plug-in that is not the one asked for
+            continue
+        if type(config) is found.Config:
+            return found
     raise ValueError(f"{type(config).__name__} belongs to no method; known are {', '.join(names())}.")
 
 

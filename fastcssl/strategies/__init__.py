@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastcssl.copies import Bank, FrozenCopy
 from fastcssl.data import Selection
 from fastcssl.dist import synchronised
+from fastcssl.errors import UserError
 from fastcssl.loaders.stream import Stream
 from fastcssl.methods import Inputs, Method, Setting
 from fastcssl.nets import mlp, seeded
@@ -131,7 +132,13 @@ def find(name: str) -> type[Strategy]:
     if any(info.name == name for info in pkgutil.iter_modules(__path__)):
         found: Any = importlib.import_module(f"{__name__}.{name}").STRATEGY
     else:
-        found = next(iter(entry_points(group=GROUP, name=name))).load()
+        point = next(iter(entry_points(group=GROUP, name=name)))
+        try:
+            found = point.load()
+        except Exception as error:  # someone else's code
+            raise UserError(
+                f"The strategy {name!r} ({point.value}) cannot be loaded: {error}. Repair or uninstall its package."
+            ) from error
     strategy: type[Strategy] = found
     return strategy
 
@@ -139,8 +146,12 @@ def find(name: str) -> type[Strategy]:
 def strategy_of(config: StrategyConfig) -> type[Strategy]:
     """The strategy that a configuration belongs to."""
     for name in names():
-        if type(config) is find(name).Config:
-            return find(name)
+        try:
+            found = find(name)
+        except UserError:  # a plug-in that is not the one asked for
+            continue
+        if type(config) is found.Config:
+            return found
     raise ValueError(f"{type(config).__name__} belongs to no strategy; known are {', '.join(names())}.")
 
 
