@@ -119,6 +119,8 @@ class Setting:
     world: World = field(default_factory=World)
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    amp_dtype: torch.dtype | None = None  # what a step computes in, if not in float32
+    accumulate: int = 1  # micro-batches of a step
 
 
 class Method(nn.Module):

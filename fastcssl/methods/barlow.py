@@ -42,7 +42,8 @@ class Barlow(Method):
         return Embeddings(h=h, z=z)
 
     def loss(self, e: Embeddings) -> Tensor:
-        return self._correlated(*e.z)
+        z1_ND, z2_ND = e.z
+        return self._correlated(z1_ND, z2_ND)
 
     def align(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...]) -> Tensor:
         """The same loss between prediction and frozen embedding, mean over views."""

@@ -28,14 +28,9 @@ class Supcon(Simclr):
 
     def positive(self, z_MD: Tensor, keys_KD: Tensor, own_M: Tensor, e: Embeddings) -> Tensor:  # noqa: ARG002
         """The mean of all other rows with the label."""
-        label_M = stacked_labels(e)
+        assert e.label is not None
+        label_M = torch.cat([e.label] * len(e.z))
         return label_positive(label_M, keys_KD, self.world.gather(label_M), own_M)
-
-
-def stacked_labels(e: Embeddings) -> Tensor:
-    """Of the rows: the views stacked."""
-    assert e.label is not None
-    return torch.cat([e.label] * len(e.z))
 
 
 METHOD = Supcon

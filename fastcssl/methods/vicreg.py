@@ -43,8 +43,10 @@ class Vicreg(Method):
         return Embeddings(h=h, z=z)
 
     def loss(self, e: Embeddings) -> Tensor:
+        z1_ND, z2_ND = e.z
         return vicreg(
-            *e.z,
+            z1_ND,
+            z2_ND,
             self.world,
             similarity=self.config.similarity_weight,
             variance=self.config.variance_weight,

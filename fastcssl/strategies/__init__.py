@@ -54,6 +54,7 @@ class Strategy(nn.Module):
     name: ClassVar[str]
     Config: ClassVar[type[StrategyConfig]]
     union: ClassVar[bool] = False  # all tasks are trained as one
+    replays: ClassVar[bool] = False  # it reads a second stream while a task is trained
 
     def __init__(self, config: StrategyConfig, setting: Setting) -> None:
         super().__init__()
