@@ -186,28 +186,32 @@ def contrast(groups: list[Rows]) -> Tensor:
 GROUP = "fastcssl.methods"
 
 
+def _own() -> tuple[str, ...]:
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__)))
+
+
 def names() -> tuple[str, ...]:
-    own = {info.name for info in pkgutil.iter_modules(__path__)}
-    return tuple(sorted(own | {point.name for point in entry_points(group=GROUP)}))
+    return tuple(sorted({*_own(), *(point.name for point in entry_points(group=GROUP))}))
 
 
 def find(name: str) -> type[Method]:
     """The class METHOD of a module here, or what an entry point names."""
-    if name not in names():
-        raise ValueError(f"There is no method {name!r}. {nearest(name, names())}")
-    if any(info.name == name for info in pkgutil.iter_modules(__path__)):
+    if name in _own():
         found: Any = importlib.import_module(f"{__name__}.{name}").METHOD
-    else:
+    elif name in names():
         found = next(iter(entry_points(group=GROUP, name=name))).load()
+    else:
+        raise ValueError(f"There is no method {name!r}. {nearest(name, names())}")
     method: type[Method] = found
     return method
 
 
 def method_of(config: MethodConfig) -> type[Method]:
     """The method that a configuration belongs to."""
-    for name in names():
-        if type(config) is find(name).Config:
-            return find(name)
+    for known in (_own, names):  # the second is slow: it reads what every installed package says of itself
+        for name in known():
+            if type(config) is find(name).Config:
+                return find(name)
     raise ValueError(f"{type(config).__name__} belongs to no method; known are {', '.join(names())}.")
 
 
