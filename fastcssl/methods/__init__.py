@@ -75,7 +75,8 @@ class Rows:
         """These rows, and as many others under them against the same negatives."""
         both: float | Tensor = temperature
         if isinstance(self.temperature, Tensor) or self.temperature != temperature:
-            mine_M = torch.as_tensor(self.temperature, device=query_MD.device).expand(len(self.query_MD))
+            dtype = torch.promote_types(query_MD.dtype, torch.float32)
+            mine_M = torch.as_tensor(self.temperature, dtype=dtype, device=query_MD.device).expand(len(self.query_MD))
             both = torch.cat([mine_M, mine_M.new_full((len(query_MD),), temperature)])
         return Rows(
             query_MD=torch.cat([self.query_MD, query_MD]),
