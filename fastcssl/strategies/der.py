@@ -80,10 +80,11 @@ class Der(Strategy):
         self.replay.begin(task)
 
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
+        # First of all, as torch.compile cannot look into it: nothing with a gradient is then cut in two.
+        replayed = self.replay.next(inputs) if self._later else None
         e = method(inputs)
         terms = {"loss": method.loss(e)}
-        if self._later:
-            replayed = self.replay.next(inputs)
+        if replayed is not None:
             _, z_ND = method.online(replayed.views[0])
             stored_ND = self.replay.z_BD[torch.searchsorted(self.replay.id_B, replayed.id)]
             terms["replay"] = self.config.alpha * (z_ND - stored_ND).square().sum(dim=1).mean()
