@@ -12,6 +12,7 @@ import torch
 from lab import BATCH, batches
 from small_runs import losses, prepared, run, tiny
 
+from fastcssl import checkpoint
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.errors import UserError
@@ -188,6 +189,9 @@ def test_it_starts_from_another_strategys_task(
     run(_tiny(strategy), four_tasks, tmp_path / "later", start_from=f"{finetuned}@2")
     last = losses(tmp_path / "later")
     assert [step for step, _ in last] == [4] and all(np.isfinite(v) for v in last[0][1].values())
+    if strategy == "der":  # what it could not store in time, it stored when it began
+        kept = checkpoint.load(tmp_path / "later/checkpoints/task-3.pt")["strategy_copies"]["replay"]
+        assert len(kept["z"]) == 12 and (kept["z"].abs().sum(dim=1) > 0).all()
 
 
 def test_ders_memory_keeps_what_was_stored_when_a_task_ended(
