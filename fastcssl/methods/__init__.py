@@ -76,7 +76,8 @@ class Rows:
         """These rows, and as many others under them against the same negatives."""
         both: float | Tensor = temperature
         if isinstance(self.temperature, Tensor) or self.temperature != temperature:
-            mine_M = torch.as_tensor(self.temperature, device=query_MD.device).expand(len(self.query_MD))
+            dtype = torch.promote_types(query_MD.dtype, torch.float32)
+            mine_M = torch.as_tensor(self.temperature, dtype=dtype, device=query_MD.device).expand(len(self.query_MD))
             both = torch.cat([mine_M, mine_M.new_full((len(query_MD),), temperature)])
         return Rows(
             query_MD=torch.cat([self.query_MD, query_MD]),
@@ -120,6 +121,8 @@ class Setting:
     world: World = field(default_factory=World)
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    amp_dtype: torch.dtype | None = None  # what a step computes in, if not in float32
+    accumulate: int = 1  # micro-batches of a step
 
 
 class Method(nn.Module):
@@ -185,18 +188,19 @@ def contrast(groups: list[Rows]) -> Tensor:
 GROUP = "fastcssl.methods"
 
 
+def _own() -> tuple[str, ...]:
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__)))
+
+
 def names() -> tuple[str, ...]:
-    own = {info.name for info in pkgutil.iter_modules(__path__)}
-    return tuple(sorted(own | {point.name for point in entry_points(group=GROUP)}))
+    return tuple(sorted({*_own(), *(point.name for point in entry_points(group=GROUP))}))
 
 
 def find(name: str) -> type[Method]:
     """The class METHOD of a module here, or what an entry point names."""
-    if name not in names():
-        raise ValueError(f"There is no method {name!r}. {nearest(name, names())}")
-    if any(info.name == name for info in pkgutil.iter_modules(__path__)):
+    if name in _own():
         found: Any = importlib.import_module(f"{__name__}.{name}").METHOD
-    else:
+    elif name in names():
         point = next(iter(entry_points(group=GROUP, name=name)))
         try:
             found = point.load()
@@ -204,19 +208,22 @@ def find(name: str) -> type[Method]:
             raise UserError(
                 f"The method {name!r} ({point.value}) cannot be loaded: {error}. Repair or uninstall its package."
             ) from error
+    else:
+        raise ValueError(f"There is no method {name!r}. {nearest(name, names())}")
     method: type[Method] = found
     return method
 
 
 def method_of(config: MethodConfig) -> type[Method]:
     """The method that a configuration belongs to."""
-    for name in names():
-        try:
-            found = find(name)
-        except UserError:  # a plug-in that is not the one asked for
-            continue
-        if type(config) is found.Config:
-            return found
+    for known in (_own, names):  # the second is slow: it reads what every installed package says of itself
+        for name in known():
+            try:
+                found = find(name)
+            except UserError:  # a plug-in that is not the one asked for
+                continue
+            if type(config) is found.Config:
+                return found
     raise ValueError(f"{type(config).__name__} belongs to no method; known are {', '.join(names())}.")
 
 
