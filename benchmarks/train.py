@@ -125,7 +125,7 @@ def prepare(
     found: dict[bool, Images] = {}
     try:
         if options.data is not None:
-            images = _images(manifest_path(options.data), str(options.data))
+            images = _images(manifest_path(options.data), options.data.resolve().name)
             found["array" in load_manifest(images.manifest).formats] = images
         for is_small in {load.is_small for load in loads} - found.keys():
             drawn = scale.num_drawn_small if is_small else scale.num_drawn
@@ -332,7 +332,7 @@ def main() -> int:
         device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
     scale = SCALES[kind]
     if device == "cuda" and kind != "smoke":
-        scale = scale._replace(encoder="resnet18", batch_size=256, size_px=224)
+        scale = scale._replace(encoder="resnet18", batch_size=128, size_px=224)
     given = {key: getattr(options, key) for key in ("encoder", "batch_size", "size_px", "rounds")}
     scale = scale._replace(**{key: value for key, value in given.items() if value is not None})
     load_before = os.getloadavg()[0]
@@ -367,6 +367,7 @@ def main() -> int:
             threads=options.threads,
             images={load.key: images[load.is_small].about for load in loads},
             num_images={load.key: images[load.is_small].num_images for load in loads},
+            omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),  # how threads wait matters when they share cores
             load_average_before=round(load_before, 2),
         )
         about["versions"]["lightly"] = lightly.version

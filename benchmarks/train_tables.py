@@ -171,5 +171,5 @@ def _cells(bench: "Bench", entry: "Entry") -> list[str]:
         number(waits, ".1%") if waits is not None else "",
         f"{number(_ratio(ours, entry), '.2f')}x" if ours else "",
         number(trained.total_mb) if trained else "",
-        number(trained.imports_mb) if trained else "",
+        number(trained.imports_mb) if trained and trained.device_mb is None else "",
     ]

@@ -5,6 +5,7 @@ Derived values (peak learning rate, steps, local batch) are computed where they 
 
 import dataclasses
 import enum
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -81,12 +82,15 @@ class Config:
     augment: Augment = "fused"
     only_task: int | None = None  # train this task of the manifest alone
     online_probe: str = "off"  # "every=E" epochs, "every=E,parity", or "off"
+    probe_lr: float = 0.1  # of the parity probe's layer; no batch size scales it
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         for key, least in (("epochs", 1), ("batch_size", 2), ("accumulate", 1), ("seed", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key} is {getattr(self, key)}; give at least {least}.")
+        if not 0 < self.probe_lr < math.inf:
+            raise ValueError(f"probe_lr is {self.probe_lr}; it must be finite and above 0.")
         self.views.views()
         ProbePlan.parse(self.online_probe)
 
@@ -100,6 +104,8 @@ class Config:
         del values["run"]
         # A clean probe only looks; the references' changes the running statistics.
         values["online_probe"] = "parity" if self.probe.kind == "parity" else "none"
+        if self.probe.kind != "parity":
+            del values["probe_lr"]
         return values
 
 

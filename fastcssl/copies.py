@@ -48,10 +48,11 @@ class FrozenCopy:
     """
 
     def __init__(self, source: nn.Module, *, batch_statistics: bool = False) -> None:
-        self.module = copy.deepcopy(source).requires_grad_(False).train(batch_statistics)
+        self.module = copy.deepcopy(source).requires_grad_(False).eval()
         if batch_statistics:
             for layer in self.module.modules():
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                    layer.train()
                     layer.track_running_stats = False  # neither read nor written
 
     @torch.no_grad()

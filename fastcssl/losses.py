@@ -5,6 +5,8 @@ mean. A statistic of the batch (Barlow, VICReg) and negatives from the batch spa
 All is computed in float32 at least, also under autocast. N samples on this rank, G in the scope, M rows of a loss.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -50,6 +52,20 @@ def symmetric_contrast(p_MD: Tensor, f_MD: Tensor, temperature: float, world: Wo
 def with_negative(loss_M: Tensor, positive_logit_M: Tensor, extra_logit_M: Tensor) -> Tensor:
     """The loss of `ops.info_nce` with one more logit in each row's denominator, which must not have been empty."""
     return torch.logaddexp(loss_M + positive_logit_M, extra_logit_M) - positive_logit_M
+
+
+def contrast_among(
+    query_MD: Tensor, positive_MD: Tensor, keys: Sequence[tuple[Tensor, Tensor]], temperature: float
+) -> Tensor:
+    """`ops.info_nce` in the batch with a mask [M, K] for each [K, D] of keys: what it hides is not in the denominator.
+
+    The positive is in it only if it is among the keys. A row that sees no key has loss 0 and no gradient.
+    """
+    with torch.autocast(query_MD.device.type, enabled=False):
+        scaled_MD = _wide(query_MD) / temperature
+        logits = [(scaled_MD @ _wide(keys_KD).T).masked_fill(hidden_MK, -math.inf) for keys_KD, hidden_MK in keys]
+        lse_M = torch.cat(logits, dim=1).logsumexp(dim=1)
+        return (lse_M - (scaled_MD * _wide(positive_MD)).sum(dim=1)).masked_fill(lse_M == -math.inf, 0)
 
 
 def label_positive(label_M: Tensor, z_GD: Tensor, label_G: Tensor, own_M: Tensor) -> Tensor:

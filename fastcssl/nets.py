@@ -1,19 +1,16 @@
 """Encoders and their heads, and the file in which a trained encoder leaves.
 
-An encoder maps images to features [N, F] and says F as `num_features`. A ResNet is torchvision's own class with `fc` an
-identity: its state dict loads strictly into `torchvision.models.resnet18()` treated alike, and the other way round.
+encoders.py knows the names. A ResNet is torchvision's own class with `fc` an identity: its state dict loads strictly
+into `torchvision.models.resnet18()` treated alike, and the other way round.
 """
 
 import copy
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,40 +18,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torchvision.models import ResNet
-from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from dataprep.manifest import write_atomically
-from fastcssl.words import nearest
+from fastcssl.encoders import EncoderConfig, untrained
+from fastcssl.errors import UserError
 
-Stem = Literal["imagenet", "cifar"]
+__all__ = ["EncoderConfig", "EncoderFileError", "Online", "activation_bytes", "build_encoder", "describe_file"]
+__all__ += ["from_file", "mlp", "save_encoder", "seeded"]
 
-RESNETS = {
-    "resnet18": (BasicBlock, (2, 2, 2, 2)),
-    "resnet34": (BasicBlock, (3, 4, 6, 3)),
-    "resnet50": (Bottleneck, (3, 4, 6, 3)),
-    "resnet101": (Bottleneck, (3, 4, 23, 3)),
-}
-# Below 8 channels, torch's channels-last convolutions on the CPU write past their buffers (seen in 2.14.1).
-MIN_WIDTH = 8
-MAX_WIDTH = 256  # four times the usual; more is a slip, and would fill the memory before it fails
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderConfig:
-    """`name`: resnet18, 34, 50 or 101; `resnet18-w16` has 16 channels in its first stage instead of 64.
-
-    `stem`: how a ResNet begins. "imagenet": a 7x7 convolution of stride 2 and a pooling; "cifar": a 3x3 of stride 1.
-    """
-
-    name: str = "resnet18"
-    stem: Stem = "imagenet"
-
-    def __post_init__(self) -> None:
-        _resnet_of(self.name)
-        if self.stem not in get_args(Stem):
-            raise ValueError(f"There is no stem {self.stem!r}. {nearest(self.stem, get_args(Stem))}")
-
+ANY_SIZE_PX = 224  # to build an encoder that takes images of any size
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
 
@@ -69,57 +41,10 @@ def seeded(seed: int, what: str) -> Iterator[None]:
         yield
 
 
-def build_encoder(config: EncoderConfig, seed: int) -> nn.Module:
-    """On the CPU, in train mode, with `num_features`."""
+def build_encoder(config: EncoderConfig, seed: int, size_px: int = ANY_SIZE_PX) -> nn.Module:
+    """On the CPU, in train mode, with `num_features`, for images of `size_px`."""
     with seeded(seed, "encoder"):
-        return _untrained(config)
-
-
-def _untrained(config: EncoderConfig) -> nn.Module:
-    """The one place that knows which names are built how."""
-    return _resnet(config)
-
-
-def _resnet_of(name: str) -> tuple[str, int]:
-    """'resnet18-w16' -> 'resnet18', 16."""
-    base, dash, suffix = name.partition("-")
-    if base not in RESNETS:
-        raise ValueError(f"There is no encoder {name!r}. {nearest(base, RESNETS)}")
-    width = re.fullmatch(r"w([1-9][0-9]{0,2})", suffix)
-    if not dash:
-        return base, 64
-    if width is None or not MIN_WIDTH <= int(width[1]) <= MAX_WIDTH:
-        raise ValueError(
-            f"There is no encoder {name!r}: {suffix!r} is not a width; use {base!r}, or for instance {f'{base}-w16'!r} "
-            f"(16 channels in the first stage; {MIN_WIDTH} to {MAX_WIDTH})."
-        )
-    return base, int(width[1])
-
-
-def _resnet(config: EncoderConfig) -> nn.Module:
-    base, width = _resnet_of(config.name)
-    block, depths = RESNETS[base]
-    # torchvision's constructor knows no width but 64. All that holds weights in it is replaced, so let it cost nothing.
-    with torch.device("meta"):
-        resnet = ResNet(block, [1, 1, 1, 1])
-    if config.stem == "cifar":
-        # Padding 2 as in CaSSLe and PNR: a 32 x 32 image becomes a map of 34 x 34.
-        resnet.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=2, bias=False)
-        resnet.maxpool = nn.Identity()
-    else:
-        resnet.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
-    resnet.bn1 = nn.BatchNorm2d(width)
-    resnet.inplanes = width
-    for stage, depth in enumerate(depths):
-        layer = resnet._make_layer(block, width << stage, depth, stride=2 if stage else 1)
-        setattr(resnet, f"layer{stage + 1}", layer)
-    resnet.fc = nn.Identity()
-    resnet.num_features = (width << 3) * block.expansion
-    for module in resnet.modules():
-        if isinstance(module, nn.Conv2d):  # as torchvision; a new BatchNorm is already as it wants it
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    built: nn.Module = resnet
-    return built
+        return untrained(config, size_px)
 
 
 def mlp(dims: Sequence[int], *, norm: bool) -> nn.Sequential:
@@ -181,6 +106,7 @@ def activation_bytes(encoder: nn.Module, size_px: int, batch_size: int, dtype: t
 
 FORMAT_VERSION = "1"
 OWN_KEYS = ("format_version", "architecture", "stem", "num_features")
+SIZE_KEY = "built_for_px"  # only of encoders that take one size
 
 
 class EncoderFileError(Exception):
@@ -192,19 +118,22 @@ def save_encoder(path: Path | str, encoder: nn.Module, config: EncoderConfig, me
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ValueError(f"an encoder file's metadata are strings, but {key!r} is {value!r}; convert it.")
-        if key in OWN_KEYS:
+        if key in (*OWN_KEYS, SIZE_KEY):
             raise ValueError(f"an encoder file sets {key!r} by itself; give that entry of the metadata another name.")
-    blank = _blank(config)
+    size_px: int | None = getattr(encoder, "size_px", None)
+    blank = _blank(config, size_px or ANY_SIZE_PX)
     tensors = {
         key: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype).contiguous()
         for key, tensor in encoder.state_dict().items()
     }
     if wrong := _difference(blank.state_dict(), tensors):
         raise ValueError(
-            f"the encoder to save is not a {config.name} with the {config.stem} stem: {wrong}; give the module that "
-            f"build_encoder returned, without wrappers, and its config."
+            f"the encoder to save is not a {_described(config)}: {wrong}; give the module that build_encoder returned, "
+            f"without wrappers, and its config."
         )
     own = dict(zip(OWN_KEYS, (FORMAT_VERSION, config.name, config.stem, str(blank.num_features)), strict=True))
+    if size_px is not None:
+        own[SIZE_KEY] = str(size_px)
     write_atomically(Path(path), _with_sorted_metadata(save(tensors, {**metadata, **own})))
 
 
@@ -213,14 +142,15 @@ def from_file(path: Path | str) -> nn.Module:
     metadata, tensors = _read(Path(path), with_tensors=True)
     try:
         config = EncoderConfig(name=metadata["architecture"], stem=metadata["stem"])  # type: ignore[arg-type]
-    except ValueError as error:
+        size_px = int(metadata.get(SIZE_KEY, ANY_SIZE_PX))
+        blank = _blank(config, size_px)
+    except (ValueError, UserError) as error:
         raise EncoderFileError(f"{path} cannot be loaded: {error}") from error
-    if wrong := _difference(_blank(config).state_dict(), tensors):
+    if wrong := _difference(blank.state_dict(), tensors):
         raise EncoderFileError(
-            f"{path} does not hold the {config.name} with the {config.stem} stem that it names: {wrong}; export it "
-            f"again."
+            f"{path} does not hold the {_described(config)} that it names: {wrong}; export it again."
         )
-    encoder = build_encoder(config, seed=0)
+    encoder = build_encoder(config, 0, size_px)
     encoder.load_state_dict(tensors, strict=True)
     return encoder.eval()
 
@@ -269,10 +199,16 @@ def _looks_pickled(path: Path) -> bool:
     return start == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"))
 
 
-def _blank(config: EncoderConfig) -> nn.Module:
+def _blank(config: EncoderConfig, size_px: int = ANY_SIZE_PX) -> nn.Module:
     """Shapes without values."""
+    if config.name.startswith(("timm:", "torchvision:regnet")):  # which look at values while they are built
+        return build_encoder(config, 0, size_px)
     with torch.device("meta"):
-        return _untrained(config)
+        return untrained(config, size_px)
+
+
+def _described(config: EncoderConfig) -> str:
+    return f"{config.name} with the {config.stem} stem" if config.name.startswith("resnet") else config.name
 
 
 def _difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:

@@ -75,8 +75,14 @@ class Run:
         self.tasks = _tasks(config, self.data)
         check(config, self.data, self.tasks, self.world)
         self.amp_dtype = amp_dtype(config.precision, device)
-        setting = Setting(world=self.world, seed=config.seed, device=device)
-        self.encoder: nn.Module = build_encoder(config.encoder, config.seed)
+        setting = Setting(
+            world=self.world,
+            seed=config.seed,
+            device=device,
+            amp_dtype=self.amp_dtype,
+            accumulate=config.accumulate,
+        )
+        self.encoder: nn.Module = build_encoder(config.encoder, config.seed, config.views.views()[0].size_px)
         self.method = methods.build(config.method, self.encoder, setting)
         self.strategy = strategies.build(config.strategy, setting)
         self.loader_config = LoaderConfig(
@@ -146,6 +152,11 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
     method, strategy = methods.method_of(config.method), strategies.strategy_of(config.strategy)
     strategy.check(config.strategy, method)
     config.probe.check(data)
+    if strategy.replays and config.loader == "dali":
+        raise UserError(
+            f"{strategy.name} reads earlier samples beside the task's own, but --loader dali runs one stream only. "
+            "Use --loader auto."
+        )
     if expect.source not in ("any", manifest.source.kind):
         raise UserError(
             f"The recipe {config.recipe} is made for {expect.source}, but {data.folder} was prepared from "

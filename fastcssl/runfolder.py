@@ -41,7 +41,7 @@ class locked:
 
 def shared(identity: dict[str, Any]) -> dict[str, Any]:
     """What a run has in common with one of another strategy that starts from it."""
-    return {key: value for key, value in identity.items() if key not in ("strategy", "online_probe")}
+    return {key: value for key, value in identity.items() if key not in ("strategy", "online_probe", "probe_lr")}
 
 
 def start_of(text: str) -> Path:

@@ -295,6 +295,7 @@ class Session:
                 run.loader_config,
                 view=self._config.views.probe_view(),
                 optim=self._config.optim,
+                lr=self._config.probe_lr,
                 amp_dtype=run.amp_dtype,
                 world=run.world,
             )

@@ -76,11 +76,12 @@ class Lab:
         first_task_steps: int = 2,
         method_config: dict[str, Any] | None = None,
         strategy_config: dict[str, Any] | None = None,
+        encoder: nn.Module | None = None,
     ) -> None:
         self.world = world or World()
         setting = Setting(world=self.world, seed=3)
         config = dataclasses.replace(small(methods.find(method).Config()), **(method_config or {}))
-        self.method: Method = methods.build(config, small_encoder(), setting)
+        self.method: Method = methods.build(config, encoder or small_encoder(), setting)
         as_float64(self.method)
         own = strategies.find(strategy).Config(**(strategy_config or {}))
         self.strategy: Strategy = strategies.build(own, setting)
@@ -151,13 +152,15 @@ def _cloned(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def followed(world: World, method: str, strategy: str, data: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def followed(
+    world: World, method: str, strategy: str, data: Path, settings: dict[str, Any], num_steps: int = NUM_STEPS
+) -> dict[str, Any]:
     """In any process: the second task's first gradients, then 20 steps. All that must not depend on the ranks."""
     lab = Lab(method, strategy, data, world, **settings)
     lab.train()  # so that no bank is empty
     first = lab.backward()
     gradients = {name: p.grad.clone() for name, p in lab.parameters().items() if p.grad is not None}
-    terms = [first] + [lab.train() for _ in range(NUM_STEPS)]
+    terms = [first] + [lab.train() for _ in range(num_steps)]
     banks, weights = lab.banks(), {name: p.detach().clone() for name, p in lab.parameters().items()}
     lab.close()
     return {"terms": terms, "gradients": gradients, "banks": banks, "weights": weights}

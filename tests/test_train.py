@@ -72,6 +72,15 @@ def test_joint_training_is_one_task_of_all_images(tmp_path: Path, two_tasks: Pat
     assert (tmp_path / "run/encoders/joint.safetensors").is_file()
 
 
+def test_the_parity_probe_learns_at_its_own_rate(tmp_path: Path, two_tasks: Path) -> None:
+    found = tiny("simclr", "joint", epochs=1, online_probe="every=1,parity", probe_lr=0.7)
+    constant = dataclasses.replace(found.config.optim, schedule="constant")
+    found = dataclasses.replace(found, config=dataclasses.replace(found.config, optim=constant))
+    run(found, two_tasks, tmp_path / "run")
+    groups = checkpoint.load(tmp_path / "run/checkpoints/task-0.pt")["parity"]["optimizer"]["param_groups"]
+    assert {group["lr"] for group in groups} == {0.7}
+
+
 def test_only_one_task(tmp_path: Path, two_tasks: Path) -> None:
     outcome = run(tiny("moco", "finetune", only_task=1, epochs=1), two_tasks, tmp_path / "run")
     assert len(outcome.tasks) == 1 and (tmp_path / "run/encoders/task1.safetensors").is_file()

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fastcssl.recipes import COMMAND_LINE, OURS, RECIPES, Recipe, flat
+from fastcssl.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, Recipe, flat
 
 PROG = "fastcssl-train"
 Kind = Literal["methods", "strategies"]
@@ -58,6 +58,7 @@ def everything() -> RenderableType:
         _named("recipe", {name: data.about for name, data in RECIPES.items()}),
         _named("method", catalogue("methods")),
         _named("strategy", catalogue("strategies")),
+        _named("ablation", {name: item.shown for name, item in ABLATIONS.items()}),
         Text.assemble((f"{PROG} --list RECIPE [METHOD STRATEGY]", "cyan"), " shows every value and its source."),
     )
 
@@ -79,7 +80,8 @@ def values(words: Sequence[str], settings: str, found: Recipe) -> RenderableType
     for _, keys in _groups(found):
         for key, value in keys.items():
             source = found.sources[key]
-            style = {OURS: "dim", COMMAND_LINE: "bold yellow"}.get(source, "green")
+            ours = "dim" if source.startswith(OURS) else "green"
+            style = "bold yellow" if source == COMMAND_LINE else ours
             table.add_row(Text(flag_of(key)), Text(_plain(value), "cyan"), Text(source, style))
         table.add_section()
     note = {

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fastcssl.augment import photometric
@@ -111,6 +112,12 @@ class Stream:
     @property
     def num_samples(self) -> int:
         return len(self._rows)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Of its samples, sorted."""
+        id_S: npt.NDArray[np.int64] = self._table["id"][self._rows].astype(np.int64)
+        return id_S
 
     def _plan(self, epoch: int) -> EpochPlan:
         return EpochPlan(

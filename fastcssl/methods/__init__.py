@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fastcssl import ops
 from fastcssl.copies import AtTaskStart, Bank, Copy, Initial
 from fastcssl.dist import World, synchronised
+from fastcssl.errors import UserError
 from fastcssl.nets import Online
 from fastcssl.words import nearest
 
@@ -120,6 +121,8 @@ class Setting:
     world: World = field(default_factory=World)
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    amp_dtype: torch.dtype | None = None  # what a step computes in, if not in float32
+    accumulate: int = 1  # micro-batches of a step
 
 
 class Method(nn.Module):
@@ -185,28 +188,42 @@ def contrast(groups: list[Rows]) -> Tensor:
 GROUP = "fastcssl.methods"
 
 
+def _own() -> tuple[str, ...]:
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__)))
+
+
 def names() -> tuple[str, ...]:
-    own = {info.name for info in pkgutil.iter_modules(__path__)}
-    return tuple(sorted(own | {point.name for point in entry_points(group=GROUP)}))
+    return tuple(sorted({*_own(), *(point.name for point in entry_points(group=GROUP))}))
 
 
 def find(name: str) -> type[Method]:
     """The class METHOD of a module here, or what an entry point names."""
-    if name not in names():
-        raise ValueError(f"There is no method {name!r}. {nearest(name, names())}")
-    if any(info.name == name for info in pkgutil.iter_modules(__path__)):
+    if name in _own():
         found: Any = importlib.import_module(f"{__name__}.{name}").METHOD
+    elif name in names():
+        point = next(iter(entry_points(group=GROUP, name=name)))
+        try:
+            found = point.load()
+        except Exception as error:  # someone else's code
+            raise UserError(
+                f"The method {name!r} ({point.value}) cannot be loaded: {error}. Repair or uninstall its package."
+            ) from error
     else:
-        found = next(iter(entry_points(group=GROUP, name=name))).load()
+        raise ValueError(f"There is no method {name!r}. {nearest(name, names())}")
     method: type[Method] = found
     return method
 
 
 def method_of(config: MethodConfig) -> type[Method]:
     """The method that a configuration belongs to."""
-    for name in names():
-        if type(config) is find(name).Config:
-            return find(name)
+    for known in (_own, names):  # the second is slow: it reads what every installed package says of itself
+        for name in known():
+            try:
+                found = find(name)
+            except UserError:  # a plug-in that is not the one asked for
+                continue
+            if type(config) is found.Config:
+                return found
     raise ValueError(f"{type(config).__name__} belongs to no method; known are {', '.join(names())}.")
 
 

@@ -40,20 +40,21 @@ class Simclr(Method):
 
     def rows(self, e: Embeddings) -> list[Rows]:
         z_MD = unit(torch.cat(e.z))
-        num_rows = len(z_MD)
+        keys_KD = self.world.gather(z_MD)
+        own_M = self.world.first_row(len(z_MD)) + torch.arange(len(z_MD), device=z_MD.device)
         return [
             Rows(
                 query_MD=z_MD,
-                positive_MD=self.positive(z_MD, e),
-                keys=(self.world.gather(z_MD),),
+                positive_MD=self.positive(z_MD, keys_KD, own_M, e),
+                keys=(keys_KD,),
                 filled=(None,),
                 temperature=self.config.temperature,
-                own_M=self.world.first_row(num_rows) + torch.arange(num_rows, device=z_MD.device),
+                own_M=own_M,
                 positive_in_denominator=False,  # it is among the keys
             )
         ]
 
-    def positive(self, z_MD: Tensor, e: Embeddings) -> Tensor:  # noqa: ARG002
+    def positive(self, z_MD: Tensor, keys_KD: Tensor, own_M: Tensor, e: Embeddings) -> Tensor:  # noqa: ARG002
         """The other view of each row's sample."""
         return z_MD.roll(len(z_MD) // 2, dims=0)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastcssl.copies import Bank, FrozenCopy
 from fastcssl.data import Selection
 from fastcssl.dist import synchronised
+from fastcssl.errors import UserError
 from fastcssl.loaders.stream import Stream
 from fastcssl.methods import Inputs, Method, Setting
 from fastcssl.nets import mlp, seeded
@@ -54,6 +55,7 @@ class Strategy(nn.Module):
     name: ClassVar[str]
     Config: ClassVar[type[StrategyConfig]]
     union: ClassVar[bool] = False  # all tasks are trained as one
+    replays: ClassVar[bool] = False  # it reads a second stream while a task is trained
 
     def __init__(self, config: StrategyConfig, setting: Setting) -> None:
         super().__init__()
@@ -119,28 +121,42 @@ class Distilling(Strategy):
 GROUP = "fastcssl.strategies"
 
 
+def _own() -> tuple[str, ...]:
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__)))
+
+
 def names() -> tuple[str, ...]:
-    own = {info.name for info in pkgutil.iter_modules(__path__)}
-    return tuple(sorted(own | {point.name for point in entry_points(group=GROUP)}))
+    return tuple(sorted({*_own(), *(point.name for point in entry_points(group=GROUP))}))
 
 
 def find(name: str) -> type[Strategy]:
     """The class STRATEGY of a module here, or what an entry point names."""
-    if name not in names():
-        raise ValueError(f"There is no strategy {name!r}. {nearest(name, names())}")
-    if any(info.name == name for info in pkgutil.iter_modules(__path__)):
+    if name in _own():
         found: Any = importlib.import_module(f"{__name__}.{name}").STRATEGY
+    elif name in names():
+        point = next(iter(entry_points(group=GROUP, name=name)))
+        try:
+            found = point.load()
+        except Exception as error:  # someone else's code
+            raise UserError(
+                f"The strategy {name!r} ({point.value}) cannot be loaded: {error}. Repair or uninstall its package."
+            ) from error
     else:
-        found = next(iter(entry_points(group=GROUP, name=name))).load()
+        raise ValueError(f"There is no strategy {name!r}. {nearest(name, names())}")
     strategy: type[Strategy] = found
     return strategy
 
 
 def strategy_of(config: StrategyConfig) -> type[Strategy]:
     """The strategy that a configuration belongs to."""
-    for name in names():
-        if type(config) is find(name).Config:
-            return find(name)
+    for known in (_own, names):  # the second is slow: it reads what every installed package says of itself
+        for name in known():
+            try:
+                found = find(name)
+            except UserError:  # a plug-in that is not the one asked for
+                continue
+            if type(config) is found.Config:
+                return found
     raise ValueError(f"{type(config).__name__} belongs to no strategy; known are {', '.join(names())}.")
 
 

@@ -10,6 +10,10 @@ form = code   as released. MoCo: the negatives of a view are the banks of the ot
               denominators. SimCLR: the positive in the denominator of L1 only.
 form = paper  MoCo: banks of both views of both models and the sample's own other-view frozen embedding; the positive in
               the denominator of L1 only. SimCLR: the same as code. Barlow, BYOL, VICReg: the method's `repel`.
+
+SupCon is in neither; ours is SimCLR's with label positives in L1. Entries with the row's label stay negatives, as the
+other view's frozen embedding does. `exclude_same_label` hides them, the row's own sample included: the frozen ones from
+L1, which keeps its positives in the denominator as SupCon's loss has them, and both models' from L2.
 """
 
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ from torch import Tensor
 
 from fastcssl.copies import Bank
 from fastcssl.errors import UserError
-from fastcssl.losses import unit, with_negative
+from fastcssl.losses import contrast_among, unit, with_negative
 from fastcssl.methods import Embeddings, Inputs, Method, Rows
 from fastcssl.strategies import Distilling, Frozen, StrategyConfig, Task
 
@@ -35,6 +39,7 @@ class PnrConfig(StrategyConfig):
     weight: float = 1.0  # of repel, for methods without negatives; lambda in the paper
     align_weight: float = 1.0  # of align, for methods without negatives
     temperature: float = 0.2  # of L2
+    exclude_same_label: bool = False  # from the negatives; supervised methods only
     frozen: Frozen = "eval"
 
 
@@ -45,10 +50,16 @@ class Pnr(Distilling):
 
     @classmethod
     def check(cls, config: StrategyConfig, method: type[Method]) -> None:
-        if not method.contrastive and isinstance(config, PnrConfig) and not config.pn1:
+        assert isinstance(config, PnrConfig)
+        if not method.contrastive and not config.pn1:
             raise UserError(
                 f"strategy.pn1 is off, but {method.name} has no negatives that PN1 could join. Leave it on; "
                 "--strategy.pn2 off switches its pseudo-negatives off."
+            )
+        if config.exclude_same_label and not method.supervised:
+            raise UserError(
+                f"strategy.exclude_same_label is on, but {method.name} does not know labels. Leave it off, or use "
+                "--method supcon."
             )
 
     def begin_task(self, task: Task, method: Method) -> None:
@@ -108,7 +119,26 @@ class Pnr(Distilling):
     def _in_batch(self, method: Method, e: Embeddings, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
         """Views stacked: the negatives are all other current and all other frozen embeddings of the batch."""
         (rows,) = method.rows(e)
-        return self._both(rows, (self.world.gather(f_MD),), (None,), p_MD, f_MD)
+        f_KD = self.world.gather(f_MD)
+        if self.config.exclude_same_label and e.label is not None:
+            return self._other_labels(rows, f_KD, p_MD, f_MD, torch.cat([e.label] * len(e.z)))
+        return self._both(rows, (f_KD,), (None,), p_MD, f_MD)
+
+    def _other_labels(
+        self, rows: Rows, f_KD: Tensor, p_MD: Tensor, f_MD: Tensor, label_M: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `_both`, but entries with the row's label are no negatives."""
+        assert rows.own_M is not None and not isinstance(rows.temperature, Tensor)
+        (z_KD,), config = rows.keys, self.config
+        same_MK = label_M[:, None] == self.world.gather(label_M)
+        own_MK = rows.own_M[:, None] == torch.arange(len(z_KD), device=z_KD.device)
+        among_z, among_f = (z_KD, own_MK), (f_KD, same_MK)
+        l1_M = contrast_among(
+            rows.query_MD, rows.positive_MD, [among_z, among_f] if config.pn1 else [among_z], rows.temperature
+        )
+        among_z = (z_KD, same_MK)
+        l2_M = contrast_among(p_MD, f_MD, [among_z, among_f] if config.pn2 else [among_f], config.temperature)
+        return l1_M, l2_M
 
     def _both(
         self,
