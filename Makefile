@@ -17,8 +17,9 @@ demo: $(VENV)/installed
 	@echo "Look at demo/sheet.png and demo/views.png; fastcssl-train status demo/run says what was trained."
 
 ## make test: lint, types, and the whole test suite with every back end
+# Two processes of one computing thread each: more threads than cores make torch crawl.
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

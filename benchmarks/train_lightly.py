@@ -6,6 +6,8 @@ for each view; epochs without a gap between them; momentum and weight decay of S
 bilinearly (ours bicubically, which takes longer), flipped before their colours change and blurred by Pillow; the
 network is not in channels-last memory; the weight of the moving average does not change. 32-px images lie in memory, as
 torchvision's CIFAR has them; photos are loose JPEGs.
+
+What is used of it needs few of its dependencies: pip install --no-deps lightly lightning-utilities.
 """
 
 import copy
