@@ -17,7 +17,7 @@ from fastcssl.loaders.stream import Loader, LoaderConfig
 from fastcssl.methods import BankConfig, Inputs, Method, MethodConfig, Setting
 from fastcssl.nets import seeded
 from fastcssl.step import Step
-from fastcssl.strategies import Strategy, Task
+from fastcssl.strategies import Distilling, Strategy, Task
 from fastcssl.views import policy_for, with_size
 
 BATCH, SIZE_PX, NUM_STEPS = 16, 12, 20
@@ -85,6 +85,8 @@ class Lab:
         as_float64(self.method)
         own = strategies.find(strategy).Config(**(strategy_config or {}))
         self.strategy: Strategy = strategies.build(own, setting)
+        if isinstance(self.strategy, Distilling):
+            self.strategy.predictor_hidden = SMALL["predictor_hidden"]  # plain descent diverges on VICReg's at 2048
         views = with_size(policy_for("simclr", "pnr", "cifar"), SIZE_PX)
         self.loader = Loader(
             Prepared.open(data), LoaderConfig(policy=views, batch_size=BATCH, seed=3, num_threads=1), self.world
