@@ -39,7 +39,8 @@ def _compare(of_ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("method", "strategy"), PAIRS)
 def test_ranks_train_as_one_process_would(method: str, strategy: str, data: Path) -> None:
     torch.set_num_threads(1)
-    for size, num_steps in ((2, NUM_STEPS), (4, 3)):  # four processes on two cores mostly wait for each other
+    # Four processes on two cores mostly wait for each other: the long run is for banks, which must stay equal.
+    for size, num_steps in ((2, NUM_STEPS), (4, NUM_STEPS if method == "moco" else 3)):
         alone = followed(World(), method, strategy, data, {}, num_steps)
         assert alone["gradients"]
         _compare(run(size, followed, method, strategy, data, {}, num_steps), alone)
