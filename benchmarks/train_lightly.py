@@ -65,7 +65,7 @@ class Lightly(Contender):
 
         super().__init__(job)
         method, optim = self.config.method, self.config.optim
-        backbone: Any = build_encoder(self.config.encoder, job.seed)
+        backbone: Any = build_encoder(self.config.encoder, job.seed, job.size_px)
         head = MoCoProjectionHead(backbone.num_features, method.hidden, method.dim)
         self.online = (backbone.to(self.device), head.to(self.device))
         self.slow = copy.deepcopy(self.online)

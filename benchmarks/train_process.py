@@ -75,7 +75,8 @@ def config_of(job: Job) -> Any:
 class Contender:
     """A side's training, cut into its parts."""
 
-    modules: ClassVar[tuple[str, ...]] = ("fastcssl.run", "fastcssl.recipes", "fastcssl.rates")  # before any clock
+    # Imported before any clock starts, and before memory is first looked at.
+    modules: ClassVar[tuple[str, ...]] = ("fastcssl.run", "fastcssl.recipes", "fastcssl.rates", "torchvision.models")
 
     def __init__(self, job: Job) -> None:
         import torch
