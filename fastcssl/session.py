@@ -320,7 +320,8 @@ class Session:
         self._accuracy[index] = accuracy
         report = ProbeReport(step=step, task=index, accuracy=accuracy)
         self.log.write(report)
-        self.log.event("probe", step=step, **asdict(result))
+        details = asdict(result)
+        self.log.event("probe", step=step, probe=details.pop("kind"), **details)
         self.display.probe(report)
 
     def accuracy(self, index: int) -> dict[str, float]:

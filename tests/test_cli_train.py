@@ -133,7 +133,7 @@ def test_help_with_the_words_shows_the_flags_with_their_values(args: tuple[str, 
     assert len(common.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 80
     for flag, *_ in COMMON:
         assert f"{flag} " in common
-    assert "--epochs 10 " in common and "runs/demo-moco-pnr-seed5" in common
+    assert "--epochs 12 " in common and "runs/demo-moco-pnr-seed5" in common
     rest = out.partition("Everything else")[2]
     for line in ("--method.bank.size 1024", "--encoder.name resnet18-w16", "--strategy.pn1 on", "--log-every 10"):
         assert line in rest

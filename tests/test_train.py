@@ -41,7 +41,7 @@ def _console() -> tuple[Console, io.StringIO]:
 def test_scenarios_train_through_and_leave_an_encoder_a_task(
     tmp_path: Path, scenario: str, tasks: int, method: str, strategy: str
 ) -> None:
-    source = "classes=20,train=8,val=2" if scenario == "class" else "classes=20,train=4,val=2"
+    source = "classes=20,train=8,val=2" if scenario == "class" else "classes=20,train=4,val=4"
     data = prepared(tmp_path / "data", scenario, tasks, source)
     outcome = run(tiny(method, strategy, epochs=1, online_probe="every=0"), data, tmp_path / "run")
     assert outcome.status == "finished"
