@@ -51,8 +51,6 @@ class _Ended(Exception):
 
 
 def main(args: list[str] | None = None) -> int:
-    # Before torch comes: threads that spin while they wait take the cores from the loader's, and from each other.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Under torchrun there is one process for each GPU; what holds for all is said once.
     rank = int(os.environ.get("RANK", "0"))
     try:
