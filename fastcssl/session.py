@@ -372,9 +372,8 @@ class Session:
     def finished(self, step: int) -> Outcome:
         self._write_status("finished")
         if self._leads:
-            where = [("encoders", "encoders"), ("metrics", "metrics.jsonl"), ("config", "config.json")]
-            paths = [(what, self.out / name) for what, name in (*where, ("checkpoints", "checkpoints"))]
-            self.display.finish(self.tasks_done, paths)
+            names = ("encoders", "metrics.jsonl", "config.json", "checkpoints")
+            self.display.finish(self.tasks_done, [(name.partition(".")[0], self.out / name) for name in names])
         self.log.event("finished", step=step)
         return Outcome(folder=self.out, status="finished", tasks=tuple(self.tasks_done))
 

@@ -332,13 +332,15 @@ def test_the_summary_of_a_running_run(run_folder: Path, width: int) -> None:
         ({"state": "stopped"}, "stopped 1 min 5 s ago; run the same command to resume"),
         ({"state": "failed", "message": "The loss is nan at step 51300."}, "The loss is nan at step 51300."),
         ({"state": "failed"}, "failed 1 min 5 s ago"),
-        ({"state": "finished", "started": time.time() - 4321}, "finished after 1 h 12 min"),
+        ({"state": "finished", "started": -4321.0}, "finished after 1 h 12 min"),  # before the test
         ({"pid": 2**22 + 1}, "was killed; run the same command to resume"),
         ({"born": "1"}, "was killed; run the same command to resume"),  # its number went to another process
         ({"host": "elsewhere", "pid": 2**22 + 1}, "running on elsewhere"),
     ],
 )
 def test_the_summary_of_every_state(run_folder: Path, changes: dict[str, Any], says: str) -> None:
+    if "started" in changes:
+        changes = {**changes, "started": time.time() + changes["started"]}
     text = summary_of(run_folder, age=65.0, **changes)
     assert says in text
     assert ("left" in text) == (changes.get("state") != "finished")
