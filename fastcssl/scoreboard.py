@@ -104,9 +104,10 @@ def summary(outcomes: Sequence[Outcome]) -> RenderableType:
         parts += [Text.assemble((folder, "bold"), f"{of} · {probe} · {scope}")]
         if len(found) > 1:
             parts.append(_grid(found))
-        for outcome in found[:1] if len(found) > 1 and probe != "knn" else found:
+        for outcome in found if probe == "knn" else [max(found, key=lambda item: item.evaluation.metrics.A[-1])]:
             if len(found) > 1:
-                parts.append(Text(f" {settings_of(outcome.evaluation, found)}", "dim"))
+                best = "" if probe == "knn" else ", the best A of these by the validation images themselves"
+                parts.append(Text(f" {settings_of(outcome.evaluation, found)}{best}", "dim"))
             parts.append(matrix(outcome.evaluation))
             facts = [("result", str(outcome.path), "")]
             if outcome.was_there:

@@ -195,6 +195,8 @@ class SideBySide:
         machine.world.barrier()
         if machine.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
+            if not any(folder.parent.iterdir()):
+                folder.parent.rmdir()
 
     def _probed(
         self, contenders: list[Contender[Any]], bench: Bench, folder: Path, title: str, stop: Stop
