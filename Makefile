@@ -35,6 +35,7 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/prep.py --quick
 	$(BIN)/python benchmarks/loader.py --quick
 	$(BIN)/python benchmarks/train.py --quick
+	$(BIN)/python benchmarks/evaluate.py --quick
 
 $(VENV)/bin/python:
 	.ci/packages $(PYTHON)

@@ -304,7 +304,7 @@ def test_features_that_spill_are_the_same(data: Prepared, tmp_path: Path, monkey
     for a, b in zip(plain, spilled, strict=True):
         assert a is not None and b is not None and torch.equal(a.h_NF, b.h_NF)
     assert not list(tmp_path.iterdir())  # without a name, so that nothing is left behind
-    with table.open_loader(VIEWS.val) as loader:
+    with table.open_loader("val", VIEWS.val) as loader:
         stream = loader.open(table.selection("val", "sequential"))
         mine = features_of(found, stream, device=CPU, mine=lambda e: e == 1)
     assert mine[0] is None and mine[1] is not None

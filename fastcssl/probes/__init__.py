@@ -68,11 +68,11 @@ class Bench:
     on_images: Callable[[int], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
 
-    def open_loader(self, policy: Policy) -> Loader:
-        size = self.world.size
+    def open_loader(self, split: SplitName, policy: Policy) -> Loader:
+        size, chunk = self.world.size, min(CHUNK, self.num_images(split))  # padding would be computed for nothing
         config = LoaderConfig(
             policy=policy,
-            batch_size=-(-CHUNK // size) * size,
+            batch_size=-(-chunk // size) * size,
             seed=self.seed,
             loader=self.loader,
             last="pad",
@@ -93,7 +93,7 @@ class Bench:
         self, encoders: Sequence[nn.Module], split: SplitName, *, mine: Callable[[int], bool] = lambda _: True
     ) -> list[Features | None]:
         """As validation sees images."""
-        with self.open_loader(self.views.val) as loader:
+        with self.open_loader(split, self.views.val) as loader:
             found = features_of(
                 encoders,
                 loader.open(self.selection(split, "sequential")),

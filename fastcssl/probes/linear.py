@@ -212,26 +212,30 @@ def train(
         training.load(state)
     encoders = [contender.encoder for contender in contenders]
     with (
-        bench.open_loader(bench.views.train) as loader,
+        bench.open_loader("train", bench.views.train) as loader,
         torch.no_grad(),
         full_float32(),
         modes(encoders, training=False),
     ):
         stream = loader.open(bench.selection("train", "shuffled"))
-        members = _Members(bench)
+        members = Members(bench)
         if training.batch:
             position = stream.state_dict() | {"epoch": training.epoch, "batch": training.batch}
             stream.load_state_dict(position)
         for epoch in range(training.epoch, num_epochs):
             for batch in stream.epoch(epoch):
                 label_N, id_N = (bench.world.gather_keys(x) for x in (batch.label, batch.id))
+                num_valid = min(len(id_N), stream.num_samples - training.batch * len(id_N))
+                views = batch.views
+                if bench.world.size == 1:  # padding comes last, and several ranks need rows of equal number
+                    label_N, id_N, views = label_N[:num_valid], id_N[:num_valid], tuple(x[:num_valid] for x in views)
                 parts = members.of(label_N, id_N)
                 for e, encoder in enumerate(encoders):
-                    h_NF = embed(encoder, batch.views, device=bench.device, amp_dtype=bench.amp_dtype)
+                    h_NF = embed(encoder, views, device=bench.device, amp_dtype=bench.amp_dtype)
                     h_NF = bench.world.gather_keys(h_NF)
                     for group, (rows, class_N) in enumerate(parts):
                         training.step(e, group, h_NF[rows], class_N)
-                bench.on_images(min(len(id_N), stream.num_samples - training.batch * len(id_N)))
+                bench.on_images(num_valid)
                 training.batch += 1
                 after_batch(training)
             training.end_epoch()
@@ -239,7 +243,7 @@ def train(
     return training
 
 
-class _Members:
+class Members:
     """Which rows of a batch belong to which group, and as which of its classes."""
 
     def __init__(self, bench: Bench) -> None:
