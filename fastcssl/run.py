@@ -14,6 +14,7 @@ from fastcssl.config import Config, Precision
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.errors import UserError
+from fastcssl.evaluate import mode
 from fastcssl.loaders.stream import Loader, LoaderConfig, Stream
 from fastcssl.methods import Setting
 from fastcssl.nets import build_encoder
@@ -74,7 +75,17 @@ class Run:
         self.manifest_sha256 = hashlib.sha256(manifest_path(data).read_bytes()).hexdigest()
         self.tasks = _tasks(config, self.data)
         check(config, self.data, self.tasks, self.world)
+        size_px = config.views.views()[0].size_px
+        self.encoder: nn.Module = build_encoder(config.encoder, config.seed, size_px)
         self.amp_dtype = amp_dtype(config.precision, device)
+        if device.type == "cpu" and self.amp_dtype is torch.bfloat16 and strides_over_a_pixel(self.encoder, size_px):
+            if config.precision == "bf16":
+                raise UserError(
+                    f"{config.encoder.name} shrinks images of {size_px} px to a single pixel before its last stride; "
+                    "there torch's bfloat16 convolutions return wrong gradients on CPUs. Use --precision fp32 or a "
+                    "larger --views.size-px."
+                )
+            self.amp_dtype = None
         setting = Setting(
             world=self.world,
             seed=config.seed,
@@ -82,7 +93,6 @@ class Run:
             amp_dtype=self.amp_dtype,
             accumulate=config.accumulate,
         )
-        self.encoder: nn.Module = build_encoder(config.encoder, config.seed, config.views.views()[0].size_px)
         self.method = methods.build(config.method, self.encoder, setting)
         self.strategy = strategies.build(config.strategy, setting)
         self.loader_config = LoaderConfig(
@@ -201,3 +211,24 @@ def amp_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
         can = torch.cpu.get_capabilities()
         return torch.bfloat16 if can.get("avx512_bf16") or can.get("amx_bf16") or can.get("bf16") else None
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
+
+
+@torch.no_grad()
+def strides_over_a_pixel(encoder: nn.Module, size_px: int) -> bool:
+    """Whether a strided convolution sees maps of one pixel.
+
+    Its weights' gradient is uninitialised memory in bfloat16 on CPUs, wherever the kernel only meets padding (seen in
+    torch 2.14.1: 3x3, stride 2).
+    """
+    found = []
+
+    def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, nn.Conv2d)
+        found.append(max(layer.kernel_size) > 1 and max(layer.stride) > 1 and inputs[0].shape[2:].numel() == 1)
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in encoder.modules() if isinstance(layer, nn.Conv2d)]
+    with mode(encoder, training=False):
+        encoder(torch.zeros(1, 3, size_px, size_px))
+    for hook in hooks:
+        hook.remove()
+    return any(found)

@@ -19,8 +19,10 @@ from fastcssl import checkpoint, nets
 from fastcssl.checkpoint import CheckpointError
 from fastcssl.config import ExpectConfig
 from fastcssl.copies import Bank
+from fastcssl.encoders import EncoderConfig, untrained
 from fastcssl.errors import Diverged, UserError
 from fastcssl.methods import BankConfig
+from fastcssl.run import strides_over_a_pixel
 from fastcssl.session import Session
 
 
@@ -276,3 +278,18 @@ def test_a_signal_saves_and_stops_and_the_next_start_goes_on(
     again = run(tiny(), two_tasks, tmp_path / "run")
     assert again.status == "finished" and len(again.tasks) == len(whole.tasks)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_no_bfloat16_where_torch_strides_over_a_single_pixel() -> None:
+    """A gradient of weights that only met padding is what happened to be in memory."""
+    stems = {"imagenet": (16, 17), "cifar": (2, 3)}
+    for stem, (small, enough) in stems.items():
+        encoder = untrained(EncoderConfig(name="resnet18-w8", stem=stem), 32)  # type: ignore[arg-type]
+        assert strides_over_a_pixel(encoder, small) and not strides_over_a_pixel(encoder, enough)
+        assert encoder.training and not any(layer._forward_pre_hooks for layer in encoder.modules())
+
+
+def test_that_bfloat16_is_refused_where_it_is_asked_for(two_tasks: Path, tmp_path: Path) -> None:
+    asked = tiny(precision="bf16", encoder=EncoderConfig(name="resnet18-w8"))
+    with pytest.raises(UserError, match="images of 16 px to a single pixel"):
+        run(asked, two_tasks, tmp_path / "run")
