@@ -24,6 +24,7 @@ NAMES = {
     "checkpoint": "checkpoints",
     "strategy": "the strategy's work between tasks",
 }
+_DATA = ("disk", "decode", "augmentation", "data")
 _OF_LOADER = {"read": "disk", "decode": "decode", "crop": "augmentation", "photometric": "augmentation"}
 
 
@@ -55,14 +56,16 @@ class Verdict:
     @property
     def sentence(self) -> str:
         name = NAMES[self.stage]
-        first = f"{name[0].upper()}{name[1:]} bounded this run: {_percent(self.shares[self.stage])} of its time"
-        others = [
-            f"{NAMES[stage]} {_percent(share)}"
-            for stage, share in self.shares.items()
-            if stage != self.stage and share >= 0.005
-        ]
-        rest = f" ({', '.join(others[:3])})" if others else ""
-        return f"{first}{rest}. {self.advice}"
+        data = {stage: share for stage, share in self.shares.items() if stage in _DATA}
+        others = {stage: share for stage, share in self.shares.items() if stage not in data}
+        if self.stage in data:
+            parts = f" ({_listed(data)})" if len(data) > 1 else ""
+            rest = f"; {_listed(others)}" if _listed(others) else ""
+            what = f"it waited for data {_percent(sum(data.values()))} of its time{parts}{rest}"
+        else:
+            rest = _listed({stage: share for stage, share in self.shares.items() if stage != self.stage})
+            what = f"{_percent(self.shares[self.stage])} of its time{f' ({rest})' if rest else ''}"
+        return f"{name[0].upper()}{name[1:]} bounded this run: {what}. {self.advice}"
 
 
 def verdict(times: list[Mapping[str, Any]], machine: Machine) -> Verdict | None:
@@ -74,7 +77,7 @@ def verdict(times: list[Mapping[str, Any]], machine: Machine) -> Verdict | None:
         return None
     shares = dict(sorted(((name, s / whole) for name, s in seconds.items() if s > 0), key=lambda item: -item[1]))
     # All that is waited for together decides whether it is the data; then the loader's longest stage has the name.
-    waited = {name: shares.get(name, 0.0) for name in ("disk", "decode", "augmentation", "data")}
+    waited = {name: shares.get(name, 0.0) for name in _DATA}
     longest = next(iter(shares))
     if sum(waited.values()) > max((share for name, share in shares.items() if name not in waited), default=0.0):
         longest = max(waited, key=lambda name: waited[name])
@@ -157,6 +160,12 @@ def _model_advice(machine: Machine) -> str:
     if machine.compile == "off":
         return "Use --compile inductor, or more GPUs (torchrun)."
     return "More GPUs (torchrun) help; the loader keeps up."
+
+
+def _listed(shares: Mapping[str, float]) -> str:
+    """The largest three that round to a percent."""
+    worth = [(stage, share) for stage, share in shares.items() if share >= 0.005]
+    return ", ".join(f"{NAMES[stage]} {_percent(share)}" for stage, share in worth[:3])
 
 
 def _percent(share: float) -> str:

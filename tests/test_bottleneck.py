@@ -58,7 +58,14 @@ def test_waiting_counts_as_a_whole_before_it_is_split() -> None:
     found = verdict(times({"wait": 55, "model": 45}, {"decode": 60, "crop": 40}), CPU)
     assert found is not None and found.stage == "decode"
     assert found.shares == pytest.approx({"model": 0.45, "decode": 0.33, "augmentation": 0.22})
-    assert found.sentence.startswith("Decoding bounded this run: 33 % of its time (the model 45 %, augmentation 22 %). ")
+    begin = (
+        "Decoding bounded this run: it waited for data 55 % of its time (decoding 33 %, augmentation 22 %); the model"
+    )
+    assert found.sentence.startswith(f"{begin} 45 %. ")
+    model = verdict(times({"wait": 1, "model": 9}, {"decode": 6, "crop": 4}), CPU)
+    assert model is not None
+    begin = "The model bounded this run: 90 % of its time (decoding 6 %, augmentation 4 %). "
+    assert model.sentence.startswith(begin)
 
 
 def test_tasks_are_added_up_and_nothing_measured_is_no_verdict() -> None:
