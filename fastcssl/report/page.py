@@ -212,7 +212,7 @@ def _configuration(run: RunRecord) -> Html:
             )
         )
     head = el("tr", *(el("th", name, scope="col", class_="left") for name in ("setting", "value", "source")))
-    return el("div", el("table", el("thead", head), el("tbody", *rows)), class_="scroll")
+    return el("div", el("table", el("thead", head), el("tbody", *rows)), class_="scroll configuration")
 
 
 def _figures(pictures: Sequence[Drawn]) -> Html:
