@@ -1,8 +1,8 @@
 """What a continual learner is judged by: pure functions of the table of accuracies.
 
 a[t][i] is the accuracy on task i after learning task t, both counted from 0 here and from 1 in the paper. T rows and
-columns; accuracies are shares 0..1, and so is everything below. Definitions: PNR, section 4.1 and the appendix "Measures
-for Stability and Plasticity"; CaSSLe for forward transfer.
+columns; accuracies are shares 0..1, and so is everything below. Definitions: PNR, section 4.1 and the appendix
+"Measures for Stability and Plasticity"; CaSSLe for forward transfer.
 """
 
 from collections.abc import Sequence
