@@ -51,7 +51,7 @@ $(VENV)/installed: $(INPUTS) | $(VENV)/bin/python
 
 # One install with everything, not one after the other: each compiles csrc.
 $(VENV)/installed-dev: $(INPUTS) | $(VENV)/bin/python
-	.ci/packages $(PYTHON) ffcv
+	.ci/packages $(PYTHON) dev
 	$(PIP) "setuptools>=77" "pybind11>=2.13"
 	$(PIP) --no-build-isolation --editable ".[dev,ffcv,dali]"
 	@touch $(VENV)/installed $@

@@ -24,6 +24,9 @@ SCOPES = {
 # What does not change the numbers, or not what a comparison is about.
 _BESIDE = ("seed", "loader", "augment", "compile", "online_probe", "probe_lr", "recipe")
 _BESIDE_GROUPS = ("run.", "expect.")
+_OF_TABLE = ("metric", "k", "momentum", "epochs")  # settings of a probe that make a table of their own
+_OF_ROW = ("lr", "batch_size", "strength")
+_SETTINGS = {"metric": "", "k": "k = ", "lr": "lr ", "batch_size": "batches of ", "strength": "strength "}
 _MAX_NAMED = 4
 
 
@@ -78,8 +81,9 @@ class Comparison:
 
     @property
     def lacking(self) -> list[str]:
-        """Why S or P is missing, and what to do; F has no column here."""
-        found = (text for row in self.rows for result in row.results for text in result.metrics.missing)
+        """Why S or P is missing, and what to do; F has no column here. Of one checkpoint nobody expects them."""
+        results = (result for row in self.rows for result in row.results if len(result.checkpoints) > 1)
+        found = (text for result in results for text in result.metrics.missing)
         return [text for text in dict.fromkeys(found) if not text.startswith("F ")]
 
     def marks(self, row: Row) -> str:
@@ -92,9 +96,17 @@ def mark(number: int) -> str:
     return chr(ord("a") + number) if number < 26 else f"{mark(number // 26 - 1)}{mark(number % 26)}"
 
 
-def evaluation_title(found: Evaluation) -> str:
+def evaluation_title(found: Evaluation, alike: Sequence[Evaluation] = (), *, of_row: bool = False) -> str:
+    """`alike`: others of its probe and scope; settings by which they differ are named, those of rows if asked."""
     scope = SCOPES.get(found.scope) or f"on {found.scope.removeprefix(DOWNSTREAM)}"
-    return f"{PROBES.get(found.probe, found.probe)}, {scope}"
+    telling = (*_OF_TABLE, *_OF_ROW) if of_row else _OF_TABLE
+    keys = dict.fromkeys(key for other in alike for key in other.settings if key in telling)
+    settings = [
+        f"{_SETTINGS.get(key, f'{key} ')}{shown(found.settings.get(key))}"
+        for key in keys
+        if any(other.settings.get(key) != found.settings.get(key) for other in alike)
+    ]
+    return ", ".join((PROBES.get(found.probe, found.probe), scope, *settings))
 
 
 def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
@@ -112,7 +124,8 @@ def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
         place = _place(run, found)
         about = RECIPES[run.recipe].about if run.recipe in RECIPES else ""
         if place not in tables:
-            tables[place] = Comparison(recipe=run.recipe, about=about, evaluation=evaluation_title(found))
+            alike = [other for run_, other in pairs if _place(run_, other)[:3] == place[:3]]
+            tables[place] = Comparison(recipe=run.recipe, about=about, evaluation=evaluation_title(found, alike))
         tables[place].rows.append(_row(members, family[(*place, run.title)]))
     for table in tables.values():
         table.rows.sort(key=lambda row: (order(row.runs[0].method, row.runs[0].strategy), row.title))
@@ -125,7 +138,7 @@ def _order(table: Comparison) -> tuple[str, int, bool, str]:
 
 
 def _place(run: RunRecord, found: Evaluation) -> tuple[str, ...]:
-    return (run.recipe, found.probe, found.scope)
+    return (run.recipe, found.probe, found.scope, json.dumps([found.settings.get(key) for key in _OF_TABLE]))
 
 
 def _sort(run: RunRecord, found: Evaluation) -> tuple[str, ...]:
@@ -201,8 +214,12 @@ def mismatches(run: RunRecord, found: Evaluation, known: Published) -> Iterable[
         yield known.caution
     if found.probe != "linear":
         yield f"Published with a linear probe; this is {PROBES.get(found.probe, found.probe)}."
-    elif known.protocol.probe == "linear" and found.settings.get("epochs", 100) != 100:
-        yield f"Published with a probe of 100 epochs; this has {found.settings['epochs']}."
+    elif known.protocol.probe == "linear":
+        epochs, momentum = found.settings.get("epochs", 100), found.settings.get("momentum", 0.0)
+        if epochs != 100:
+            yield f"Published with a probe of 100 epochs; this has {epochs}."
+        if momentum != 0:
+            yield f"The authors' released probe has momentum 0; this has {shown(momentum)}, as CaSSLe's."
     other = _other_settings(run)
     if other:
         rest = f", and {len(other) - _MAX_NAMED} more" if len(other) > _MAX_NAMED else ""

@@ -39,6 +39,7 @@ _CELLS = LinearSegmentedColormap.from_list("cells", ["#f3f7fb", "#c9ddee", "#86b
 _ON_LIGHT, _ON_DARK = "#10151a", "#fdfdfe"
 _WIDTH, _HEIGHT = 5.0, 3.1  # inches of 72 units
 _MAX_POINTS = 300
+_MAX_BANDS = 4
 _PNG_DPI = 200
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _STYLE: dict[Any, Any] = {
@@ -159,17 +160,18 @@ def matrix(name: str, found: Evaluation, low: float, high: float) -> Picture:
         figure = Figure(figsize=(width, 0.75 + 0.36 * num_rows), layout="constrained")
         axes = figure.subplots()
         axes.grid(False)
+        aside = num_columns + (0.2 if num_columns < 6 else 0.6)  # where A stands
         size = 10 if num_columns <= 6 else 9 if num_columns <= 8 else 8
         for t, row in enumerate(found.top1):
             for i, value in enumerate(row):
                 _cell(axes, i, t, 100 * value, low, high, size)
-            axes.text(num_columns + 0.62, t, f"{100 * found.metrics.A[t]:.1f}", ha="center", va="center",
+            axes.text(aside, t, f"{100 * found.metrics.A[t]:.1f}", ha="center", va="center",
                       fontsize=size, fontweight="bold")  # fmt: skip
         for (x0, y0), (x1, y1) in _border([set(c.seen) for c in found.checkpoints], num_columns):
             axes.plot([x0, x1], [y0, y1], color=INK, linewidth=1.6, solid_capstyle="round")
-        axes.set_xlim(-0.5, num_columns + 1.1)
+        axes.set_xlim(-0.5, aside + 0.5)
         axes.set_ylim(num_rows - 0.5, -0.5)
-        axes.set_xticks([*range(num_columns), num_columns + 0.62], [*short_names(found), "A"])
+        axes.set_xticks([*range(num_columns), aside], [*short_names(found), "A"])
         axes.set_yticks(range(num_rows), [_after(found, t) for t in range(num_rows)])
         axes.xaxis.tick_top()
         axes.xaxis.set_label_position("top")
@@ -244,10 +246,12 @@ def curves(name: str, found: Evaluation) -> Picture:
 
 
 def averages(name: str, rows: Sequence[Row]) -> Picture:
-    """A_t of every row; a band of one standard deviation where there are several seeds."""
+    """A_t of every row; a band of one standard deviation where there are several seeds and few rows."""
+    has_bands = len(rows) <= _MAX_BANDS and any(row.num_seeds > 1 for row in rows)
 
     def make() -> Figure:
-        figure, (axes,) = _axes(_HEIGHT + 0.2 * math.ceil(len(rows) / 2))
+        columns = 2 if max(len(row.title) for row in rows) < 26 else 1
+        figure, (axes,) = _axes(_HEIGHT + 0.2 * math.ceil(len(rows) / columns))
         longest = max(len(row.A_T) for row in rows)
         for number, row in enumerate(rows):
             style = _line(number)
@@ -258,18 +262,18 @@ def averages(name: str, rows: Sequence[Row]) -> Picture:
                 continue
             axes.plot(range(len(means)), means, label=row.title, **style)
             deviations = [value.deviation for value in row.A_T]
-            if None not in deviations:
+            if has_bands and None not in deviations:
                 spread = [(m - d, m + d) for m, d in zip(means, deviations, strict=True) if d is not None]
                 axes.fill_between(range(len(means)), [a for a, _ in spread], [b for _, b in spread],
                                   color=style["color"], alpha=0.16, linewidth=0)  # fmt: skip
         axes.set_xticks(range(longest))
         axes.set_xlabel("after task")
-        axes.set_ylabel("mean accuracy in % on tasks learnt")
-        _legend(figure, axes, 2 if max(len(row.title) for row in rows) < 26 else 1)
+        axes.set_ylabel("A in %")
+        _legend(figure, axes, columns)
         return figure
 
-    caption = "Mean accuracy in percent on the tasks learnt so far, after each task."
-    if any(row.num_seeds > 1 for row in rows):
+    caption = "A: mean accuracy in percent on the tasks learnt so far, after each task."
+    if has_bands:
         caption += " Bands: one standard deviation over seeds."
     return Picture(name=name, title="Average accuracy after each task", caption=caption, make=make)
 
@@ -353,6 +357,6 @@ def _task_borders(axes: Axes, run: RunRecord, *, labelled: bool = True) -> None:
         if task > 0:
             axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
         if labelled and 1 < len(firsts) <= 12:
-            axes.annotate(f"task {task}" if len(firsts) <= 6 else str(task), (step, 1), (3, -1), fontsize=9,
+            axes.annotate(f"task {task}" if len(firsts) <= 6 else str(task), (step, 1), (3, 1), fontsize=9,
                           xycoords=("data", "axes fraction"), textcoords="offset points", va="bottom",
                           color=MUTED)  # fmt: skip

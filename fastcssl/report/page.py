@@ -63,16 +63,18 @@ def _header(runs: Sequence[RunRecord], heading: str) -> list[Html]:
 
 def _results(runs: Sequence[RunRecord], comparisons: Sequence[Comparison], pictures: Pictures) -> Html:
     parts: list[Html] = [el("h2", "Results")]
+    told: set[str] = set()
     missing = [run for run in runs if not run.evaluations]
     if missing:
         parts.append(_not_evaluated(missing, len(runs)))
     for place, comparison in enumerate(comparisons):
         parts += [
             el("h3", f"{comparison.recipe}: {comparison.evaluation}"),
-            el("p", comparison.about, class_="quiet") if comparison.about else joined(),
+            el("p", comparison.about, class_="quiet") if comparison.recipe not in told else joined(),
             _comparison(comparison),
             _figures(pictures.get(("comparison", str(place)), ())),
         ]
+        told.add(comparison.recipe)
     return el("section", *parts)
 
 
@@ -128,7 +130,7 @@ def _run(place: int, run: RunRecord, pictures: Pictures, *, is_open: bool) -> Ht
         parts.append(_bound(bound))
     for found in run.evaluations:
         parts += [
-            el("h3", evaluation_title(found)),
+            el("h3", evaluation_title(found, _alike(run, found), of_row=True)),
             _evaluated(found),
             _figures(pictures.get((run.name, found.name), ())),
         ]
@@ -139,6 +141,10 @@ def _run(place: int, run: RunRecord, pictures: Pictures, *, is_open: bool) -> Ht
     if not is_open:
         parts = [el("details", el("summary", "Accuracies, training and configuration"), *parts)]
     return el("section", heading, facts, *parts, class_="run")
+
+
+def _alike(run: RunRecord, found: Evaluation) -> list[Evaluation]:
+    return [other for other in run.evaluations if (other.probe, other.scope) == (found.probe, found.scope)]
 
 
 def _state(run: RunRecord) -> str:
