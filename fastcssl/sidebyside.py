@@ -208,7 +208,7 @@ class SideBySide:
             return knn.run(contenders, bench) if self._probe == "knn" else cached.run(contenders, bench)
         guard = _Guard(folder, self._machine, stop, self._request.epochs)
         state = guard.state()
-        done = state["epoch"] * num_train + state["batch"] * CHUNK if state else 0
+        done = state["epoch"] * num_train + min(state["batch"] * CHUNK, num_train) if state else 0
         self._progress.begin(title, self._request.epochs * num_train + num_val, done)
         if state:
             self._progress.note(f"Going on in epoch {state['epoch'] + 1} of {self._request.epochs}.")

@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from fastcssl.cli.endings import Ended, ended, explained
+from fastcssl.cli.endings import ended, explained
 from fastcssl.errors import UserError
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
         with Scoreboard(console, quiet=world.rank > 0) as board:
             outcomes = evaluate(targets, request, machine, references=references, progress=board)
     except Interrupted as interrupted:
-        raise Ended(str(interrupted), 128 + interrupted.signal) from None
+        console.print(Text(str(interrupted), "yellow"))
+        return 128 + interrupted.signal
     finally:
         disconnect()
     console.print(summary(outcomes))

@@ -231,8 +231,8 @@ def train(
                     h_NF = bench.world.gather_keys(h_NF)
                     for group, (rows, class_N) in enumerate(parts):
                         training.step(e, group, h_NF[rows], class_N)
+                bench.on_images(min(len(id_N), stream.num_samples - training.batch * len(id_N)))
                 training.batch += 1
-                bench.on_images(len(id_N))
                 after_batch(training)
             training.end_epoch()
     after_batch(training)
