@@ -53,7 +53,8 @@ struct Job {
   std::vector<std::pair<int, std::string>> faults;
 };
 
-// What the threads spent, in seconds added up over them. Reading is waiting for pages that are not in memory yet.
+// What the threads spent, in seconds added up over them, estimated from some of their samples. Reading is waiting for
+// pages that are not in memory yet.
 struct StageSeconds {
   double read = 0, decode = 0, crop = 0, photometric = 0;
 };
