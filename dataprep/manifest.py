@@ -163,7 +163,7 @@ def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
             f"{path} has schema version {version!r}; this version of fastcssl reads {SCHEMA_VERSION}. "
             "Prepare the data again, or use the version that wrote it."
         )
-    manifest: Manifest = _typed(Manifest, content, str(path))
+    manifest: Manifest = typed(Manifest, content, str(path))
     _check(manifest, path)
     if check_sizes:
         for entry in manifest.files():
@@ -196,8 +196,10 @@ def _check(manifest: Manifest, path: Path) -> None:
                 raise ManifestError(f"{path}: task {number} lists {count} {split} ids but says {part.count}.")
 
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
+def typed(kind: Any, value: Any, where: str) -> Any:
     """`value` from JSON as `kind`, every field present, known and of its declared type."""
+    if kind is Any:
+        return value
     if hasattr(kind, "__dataclass_fields__"):
         hints = get_type_hints(kind)
         if not isinstance(value, dict):
@@ -205,16 +207,16 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         if set(value) != set(hints):
             strange = sorted(set(value) ^ set(hints))[0]
             raise ManifestError(f"{where}: the key '{strange}' is {'unknown' if strange in value else 'missing'}.")
-        return kind(**{name: _typed(hint, value[name], f"{where}: {name}") for name, hint in hints.items()})
+        return kind(**{name: typed(hint, value[name], f"{where}: {name}") for name, hint in hints.items()})
     origin, args = getattr(kind, "__origin__", None), get_args(kind)
     if origin is list and isinstance(value, list):
-        return [_typed(args[0], item, where) for item in value]
+        return [typed(args[0], item, where) for item in value]
     if origin is dict and isinstance(value, dict):
-        return {key: _typed(args[1], item, where) for key, item in value.items()}
+        return {key: typed(args[1], item, where) for key, item in value.items()}
     if origin is Literal and value in args:
         return value
     if type(None) in args:  # optional
-        return None if value is None else _typed(args[0], value, where)
+        return None if value is None else typed(args[0], value, where)
     if isinstance(kind, type) and origin is None and isinstance(value, kind) and not (kind is int and value is True):
         return value
     raise ManifestError(f"{where}: {value!r:.60} is not what belongs there.")

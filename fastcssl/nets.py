@@ -24,7 +24,7 @@ from fastcssl.encoders import EncoderConfig, untrained
 from fastcssl.errors import UserError
 
 __all__ = ["EncoderConfig", "EncoderFileError", "Online", "activation_bytes", "build_encoder", "describe_file"]
-__all__ += ["from_file", "mlp", "save_encoder", "seeded"]
+__all__ += ["difference", "from_file", "mlp", "save_encoder", "seeded"]
 
 ANY_SIZE_PX = 224  # to build an encoder that takes images of any size
 
@@ -126,7 +126,7 @@ def save_encoder(path: Path | str, encoder: nn.Module, config: EncoderConfig, me
         key: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype).contiguous()
         for key, tensor in encoder.state_dict().items()
     }
-    if wrong := _difference(blank.state_dict(), tensors):
+    if wrong := difference(blank.state_dict(), tensors):
         raise ValueError(
             f"the encoder to save is not a {_described(config)}: {wrong}; give the module that build_encoder returned, "
             f"without wrappers, and its config."
@@ -146,7 +146,7 @@ def from_file(path: Path | str) -> nn.Module:
         blank = _blank(config, size_px)
     except (ValueError, UserError) as error:
         raise EncoderFileError(f"{path} cannot be loaded: {error}") from error
-    if wrong := _difference(blank.state_dict(), tensors):
+    if wrong := difference(blank.state_dict(), tensors):
         raise EncoderFileError(
             f"{path} does not hold the {_described(config)} that it names: {wrong}; export it again."
         )
@@ -211,7 +211,7 @@ def _described(config: EncoderConfig) -> str:
     return f"{config.name} with the {config.stem} stem" if config.name.startswith("resnet") else config.name
 
 
-def _difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
     def named(keys: list[str]) -> str:
         return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 

@@ -21,18 +21,20 @@ from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.draws import uniform
 from fastcssl.errors import UserError
-from fastcssl.evaluate import Features, Metric, embed, features, finite, fit_linear, knn, mode, top1
+from fastcssl.features import Features, embed, features, finite, mode, top1
 from fastcssl.loaders.stream import Batch, Loader, LoaderConfig
 from fastcssl.nets import seeded
 from fastcssl.optim import OptimConfig, build_optimizer, set_lr
+from fastcssl.probes.cached import fit_linear
+from fastcssl.probes.knn import Metric, knn
 from fastcssl.schedule import lr_at
+from fastcssl.scopes import SUBSET_VIEW
 from fastcssl.views import Policy
 from fastcssl.words import nearest
 
 ProbeKind = Literal["off", "clean", "parity"]
 
 MAX_TRAIN = 130_000  # all of ImageNet-100, 130 images a class of ImageNet-1k
-_SUBSET_VIEW = (1 << 32) + 2  # a view number that no policy has: the draws behind a subset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,7 @@ def stratified_ids(data: Prepared, tasks: tuple[int, ...], count: int, seed: int
     A sample's draw depends on (seed, id) alone, so a smaller subset is contained in a larger one.
     """
     rows = data.table[data.rows(Selection(tasks=tasks))]
-    draw_S = uniform(seed, 0, rows["id"], np.zeros(len(rows), np.int64), _SUBSET_VIEW, 0)
+    draw_S = uniform(seed, 0, rows["id"], np.zeros(len(rows), np.int64), SUBSET_VIEW, 0)
     order_S = np.lexsort((draw_S, rows["label"]))
     _, begin_C, count_C = np.unique(rows["label"][order_S], return_index=True, return_counts=True)
     place_S = np.arange(len(rows)) - np.repeat(begin_C, count_C)  # in its class

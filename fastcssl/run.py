@@ -1,6 +1,8 @@
 """A run: what is built for it, where it stands, and what a checkpoint of it holds."""
 
 import hashlib
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 
 from dataprep.manifest import manifest_path
 from fastcssl import methods, strategies
-from fastcssl.config import Config, Precision
+from fastcssl.bottleneck import Machine
+from fastcssl.config import Config, Precision, plain
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.errors import UserError
@@ -20,6 +23,7 @@ from fastcssl.methods import Setting
 from fastcssl.nets import build_encoder
 from fastcssl.online_probe import ParityProbe
 from fastcssl.rates import Rates
+from fastcssl.stages import StageTimes
 from fastcssl.strategies import Task
 
 FORMAT = 1
@@ -45,6 +49,7 @@ class Underway:
     stream: Stream
     parity: ParityProbe | None = None
     rates: Rates = field(default_factory=Rates)
+    stages: StageTimes = field(default_factory=StageTimes)
     sums: dict[str, Tensor] = field(default_factory=dict)  # of each term, over the epoch's steps so far
 
     def state(self) -> dict[str, Any]:
@@ -54,6 +59,7 @@ class Underway:
             "stream": self.stream.state_dict(),
             "parity": self.parity.state_dict() if self.parity else {},
             "rates": [self.rates.num_images, self.rates.wait_seconds, self.rates.seconds],
+            "stages": self.stages.state(),
             "sums": dict(self.sums),
         }
 
@@ -64,6 +70,7 @@ class Underway:
         if self.parity:
             self.parity.load_state_dict(state["parity"])
         self.rates.num_images, self.rates.wait_seconds, self.rates.seconds = state["rates"]
+        self.stages.load(state.get("stages", {}))
         self.sums.update(state["sums"])
 
 
@@ -118,6 +125,32 @@ class Run:
 
     def steps_per_epoch(self, index: int) -> int:
         return len(self.loader.open(Selection(tasks=self.tasks[index])))
+
+    def machine(self) -> Machine:
+        """What the loader and the model run on, as far as it decides how fast."""
+        return Machine(
+            device=self.device.type,
+            loader=self.loader.name,
+            augment=self.config.augment,
+            precision={torch.bfloat16: "bf16", torch.float16: "fp16", None: "fp32"}[self.amp_dtype],
+            compile=self.config.compile,
+            num_threads=self.config.run.num_threads or len(os.sched_getaffinity(0)),
+            num_cores=len(os.sched_getaffinity(0)),
+            num_ranks=self.world.size,
+        )
+
+    def described(self, sources: Mapping[str, str], data: Path) -> dict[str, Any]:
+        """RUN/config.json."""
+        return {
+            "config": plain(self.config),
+            "sources": dict(sources),
+            "words": [self.config.recipe, self.method.name, self.strategy.name],
+            "data": str(data.resolve()),
+            "manifest_sha256": self.manifest_sha256,
+            "tasks": [list(numbers) for numbers in self.tasks],
+            "task_names": [self.task_name(index) for index in range(len(self.tasks))],
+            "machine": asdict(self.machine()),
+        }
 
     def state(self, position: Position) -> dict[str, Any]:
         """The part that outlives a task."""

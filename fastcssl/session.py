@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from dataprep.manifest import write_atomically
+from fastcssl.bottleneck import verdict
 from fastcssl.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -109,13 +110,7 @@ class Session:
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.run.keep_checkpoints) if self._leads else None
         if self.checkpoints:
             stack.callback(self.checkpoints.wait)
-            described = {
-                "config": plain(config),
-                "sources": self._recipe.sources,
-                "data": str(self._data.resolve()),
-                "manifest_sha256": run.manifest_sha256,
-                "tasks": [list(numbers) for numbers in run.tasks],
-            }
+            described = run.described(self._recipe.sources, self._data)
             write_atomically(self.out / "config.json", json.dumps(described, indent=1).encode())
         self.log = stack.enter_context(
             RunLog(
@@ -373,7 +368,9 @@ class Session:
         self._write_status("finished")
         if self._leads:
             names = ("encoders", "metrics.jsonl", "config.json", "checkpoints")
-            self.display.finish(self.tasks_done, [(name.partition(".")[0], self.out / name) for name in names])
+            found = verdict([task.stages for task in self.tasks_done], self._run.machine())
+            where = [(name.partition(".")[0], self.out / name) for name in names]
+            self.display.finish(self.tasks_done, where, found.sentence if found else "")
         self.log.event("finished", step=step)
         return Outcome(folder=self.out, status="finished", tasks=tuple(self.tasks_done))
 

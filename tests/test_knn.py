@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcssl.evaluate import Features, Metric, _keys, embed, features, finite, fit_linear, full_float32, knn, top1
+from fastcssl.features import Features, embed, features, finite, full_float32, top1
+from fastcssl.probes.cached import fit_linear
+from fastcssl.probes.knn import Metric, _keys, knn
 
 CPU = torch.device("cpu")
 METRICS: tuple[Metric, ...] = ("cosine", "euclidean")

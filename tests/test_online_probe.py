@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.errors import UserError
-from fastcssl.evaluate import Features, features, fit_linear, knn, top1
+from fastcssl.features import Features, features, top1
 from fastcssl.loaders.stream import Loader, LoaderConfig, Stream
 from fastcssl.online_probe import ParityProbe, ProbePlan, ProbeResult, probe, stratified_ids
 from fastcssl.optim import OptimConfig
+from fastcssl.probes.cached import fit_linear
+from fastcssl.probes.knn import knn
 from fastcssl.views import policy, with_size
 
 CPU = torch.device("cpu")

@@ -1,12 +1,10 @@
 """fastcssl-train RECIPE METHOD STRATEGY --data DIR: trains. Also --list, --dry-run, and status RUN."""
 
 import dataclasses
-import os
 import statistics
 import sys
 import typing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -14,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import tyro
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
+from fastcssl.cli.endings import ended, explained
 from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, usage, values
 from fastcssl.display import PROBE_NAMES
-from fastcssl.errors import Diverged, UserError
+from fastcssl.errors import UserError
 from fastcssl.recipes import RECIPES, Recipe, Settings, flat, recipe
 from fastcssl.words import nearest
 
@@ -42,27 +40,8 @@ class Options:
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
 
 
-class _Ended(Exception):
-    """A sentence and the command's exit status. `everywhere`: said by every rank, as it may be true of one alone."""
-
-    def __init__(self, text: str, status: int, *, everywhere: bool = False) -> None:
-        super().__init__(text)
-        self.status, self.everywhere = status, everywhere
-
-
 def main(args: list[str] | None = None) -> int:
-    # Under torchrun there is one process for each GPU; what holds for all is said once.
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        return _run(sys.argv[1:] if args is None else list(args), Console(quiet=rank > 0))
-    except (UserError, _Ended) as error:
-        if rank == 0 or (isinstance(error, _Ended) and error.everywhere):
-            who = f"rank {rank}: " if rank else ""
-            errors = Console(stderr=True, soft_wrap=True)
-            errors.print(f"[bold red]error:[/] {who}{escape(str(error))}", highlight=False)
-        return error.status if isinstance(error, _Ended) else 2
-    except KeyboardInterrupt:
-        return 130
+    return ended(lambda console: _run(sys.argv[1:] if args is None else list(args), console))
 
 
 def _run(args: list[str], console: Console) -> int:
@@ -238,7 +217,7 @@ def _with_options(words: Sequence[str], options: Options, found: Recipe, args: S
             f"--data is missing: give a folder that fastcssl-prep made. For this recipe: fastcssl-prep build "
             f"{data.source}{where} --scenario {data.scenario} --tasks {data.num_tasks} --out DIR."
         )
-    with _explained():
+    with explained():
         return _train(options, found, seeds, out, options.data, console)
 
 
@@ -313,38 +292,6 @@ def _mean(found: Sequence[float]) -> str:
         return "-"
     deviation = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
     return f"{statistics.fmean(found):.2f}{deviation}"
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """What a user or a machine can cause becomes a sentence; anything else keeps its traceback."""
-    import torch
-
-    from dataprep.errors import PrepError
-    from dataprep.manifest import ManifestError
-    from fastcssl.checkpoint import CheckpointError
-    from fastcssl.dist import RankLost
-    from fastcssl.loaders import LoaderError
-    from fastcssl.nets import EncoderFileError
-    from fastcssl.runlog import RunLogError
-
-    try:
-        yield
-    except RankLost as error:
-        raise _Ended(f"{error} To go on, run the same command again.", 1) from None
-    except Diverged as error:
-        raise _Ended(str(error), 1) from None
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise _Ended(
-            f"{reason}. Use a smaller --batch-size, more processes or --accumulate 2; --dry-run estimates the memory.",
-            1,
-            everywhere=True,
-        ) from None
-    except (LoaderError, CheckpointError) as error:
-        raise _Ended(str(error), 2, everywhere=True) from None
-    except (PrepError, ManifestError, RunLogError, EncoderFileError) as error:
-        raise UserError(str(error)) from None
 
 
 if __name__ == "__main__":

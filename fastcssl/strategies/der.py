@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fastcssl.data import Selection
-from fastcssl.evaluate import mode
+from fastcssl.features import mode
 from fastcssl.methods import Inputs, Method, Setting
 from fastcssl.replay import STORE_EPOCH, Ids, Replay, as_inputs, check_budget, choice
 from fastcssl.strategies import Strategy, StrategyConfig, Task

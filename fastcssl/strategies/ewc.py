@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcssl.data import Selection
-from fastcssl.evaluate import mode
+from fastcssl.features import mode
 from fastcssl.methods import Inputs, Method, Setting
 from fastcssl.replay import FISHER_EPOCH, as_inputs
 from fastcssl.step import micro_batches
