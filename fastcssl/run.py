@@ -17,7 +17,7 @@ from fastcssl.config import Config, Precision, plain
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.errors import UserError
-from fastcssl.evaluate import mode
+from fastcssl.features import mode
 from fastcssl.loaders.stream import Loader, LoaderConfig, Stream
 from fastcssl.methods import Setting
 from fastcssl.nets import build_encoder
