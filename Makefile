@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml setup.py constraints.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench sweep clean
 
 ## make demo: prepare the embedded data set, look at it, train MoCo + PNR through its three tasks, probe and report it
 demo: $(VENV)/installed
@@ -37,6 +37,10 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/prep.py --quick
 	$(BIN)/python benchmarks/loader.py --quick
 	$(BIN)/python benchmarks/train.py --quick
+
+## make sweep: every method under every strategy, by the command, two short tasks each
+sweep: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sweep.py
 
 $(VENV)/bin/python:
 	.ci/packages $(PYTHON)

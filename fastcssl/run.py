@@ -200,6 +200,11 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
             f"{strategy.name} reads earlier samples beside the task's own, but --loader dali runs one stream only. "
             "Use --loader auto."
         )
+    if method.supervised and len(manifest.classes) < 2:
+        raise UserError(
+            f"{method.name} learns from labels, but {data.folder} has a single class. Prepare it with a folder for "
+            "each class, or choose another method."
+        )
     if expect.source not in ("any", manifest.source.kind):
         raise UserError(
             f"The recipe {config.recipe} is made for {expect.source}, but {data.folder} was prepared from "

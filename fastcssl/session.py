@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dataprep.manifest import write_atomically
 from fastcssl.bottleneck import verdict
+from fastcssl.cautions import cautions
 from fastcssl.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -138,16 +139,10 @@ class Session:
         self.display = stack.enter_context(
             Display(self._header, plans, step=self.position.step, console=self._console, quiet=not self._leads)
         )
-        for text in warnings:
+        for text in (*warnings, *cautions(run, self._recipe.sources)):
             self.display.note(text, warning=True)
         for probed in read_reports(self.out, ProbeReport) if self._leads and self.state is not None else ():
             self.display.probe(probed)
-        if config.accumulate > 1 and run.method.in_batch:
-            self.display.note(
-                f"{method} compares the samples of a batch with each other; with --accumulate {config.accumulate} it "
-                f"sees {config.batch_size // config.accumulate} at a time, and trains differently.",
-                warning=True,
-            )
         self.stop = stack.enter_context(Stop())
         torch.manual_seed(config.seed * 1_000_003 + run.world.rank)
 
