@@ -118,7 +118,7 @@ STUDIES: dict[str, Study] = {
         about="no result: that everything runs",
         source="synthetic:classes=20,train=4,val=2",
         method="moco",
-        strategies=("joint", "finetune"),
+        strategies=("joint", "pnr", "finetune"),
         seeds=(5, 6),
         flags=("--batch-size", "16", "--epochs", "1", "--encoder.name", "resnet18-w8", "--views.size-px", "16"),
     ),
@@ -149,8 +149,12 @@ def run(name: str, study: Study, strategy: str, seed: int, data: Path, work: Pat
     anything = ("--expect.source", "any", "--expect.scenario", "any", "--expect.num-tasks", "0")
     flags = [*anything, *study.flags, "--seed", str(seed), "--device", "cpu"]
     _, chosen = parsed(words, recipe(*words), flags)
-    out = work / f"{name}-{strategy}-seed{seed}"
-    outcome = train(chosen, data=data, out=out, console=Console())
+    out, first = (work / f"{name}-{word}-seed{seed}" for word in (strategy, _first(study)))
+    # The first task is the same under all of them, bit for bit: it is trained once.
+    borrows = strategy not in ("joint", _first(study)) and (first / "checkpoints" / "task-0.pt").exists()
+    outcome = train(
+        chosen, data=data, out=out, start_from=f"{first}@0" if borrows and not out.exists() else None, console=Console()
+    )
     if outcome.status != "finished":
         raise SystemExit("Stopped. Run the same command again to go on.")
     return {
@@ -160,8 +164,18 @@ def run(name: str, study: Study, strategy: str, seed: int, data: Path, work: Pat
         "seed": seed,
         "command": f"fastcssl-train {' '.join((*words, *flags))}",
         "seconds": round(sum(task.seconds for task in outcome.tasks), 1),
-        **{f"{probe}_t_i": table for probe, table in tables(out).items()},
+        **{f"{probe}_t_i": table for probe, table in _whole(out, first if borrows else out).items()},
     }
+
+
+def _first(study: Study) -> str:
+    return next(strategy for strategy in study.strategies if strategy != "joint")
+
+
+def _whole(out: Path, first: Path) -> dict[str, list[list[float]]]:
+    """The tables of a run, with the row of a first task that was trained elsewhere."""
+    own, other = tables(out), tables(first)
+    return {probe: rows if len(rows) == len(other[probe]) else other[probe][:1] + rows for probe, rows in own.items()}
 
 
 def tables(out: Path) -> dict[str, list[list[float]]]:

@@ -33,7 +33,7 @@ def test_quality_goes_on_where_it_stopped(tmp_path: Path) -> None:
     _run("quality.py", *args)
     lines = [json.loads(line) for line in numbers.read_text().splitlines()]
     assert [(line["strategy"], line["seed"]) for line in lines] == [
-        (strategy, seed) for seed in (5, 6) for strategy in ("joint", "finetune")
+        (strategy, seed) for seed in (5, 6) for strategy in ("joint", "pnr", "finetune")
     ]
     for line in lines:
         num_rows = 1 if line["strategy"] == "joint" else 5
@@ -41,10 +41,12 @@ def test_quality_goes_on_where_it_stopped(tmp_path: Path) -> None:
             table = line[f"{probe}_t_i"]
             assert len(table) == num_rows and all(len(row) == 5 for row in table)
             assert all(0 <= value <= 1 for row in table for value in row)
-    numbers.write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))
+        if line["strategy"] == "finetune":  # it goes on from the other's first task
+            assert line["knn_t_i"][0] == lines[1 if line["seed"] == 5 else 4]["knn_t_i"][0]
+    numbers.write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
     said = _run("quality.py", *args)
     again = [json.loads(line) for line in numbers.read_text().splitlines()]
-    assert again[:3] == lines[:3] and again[3]["knn_t_i"] == lines[3]["knn_t_i"]
+    assert again[:5] == lines[:5] and again[5]["knn_t_i"] == lines[5]["knn_t_i"]
     assert "finetune" in said and "±" in said
 
 
