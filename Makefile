@@ -5,16 +5,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml setup.py constraints.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench sweep clean
 
-## make demo: prepare the embedded data set, look at it, train MoCo + PNR through its three tasks
+## make demo: prepare the embedded data set, look at it, train MoCo + PNR through its three tasks, probe and report it
 demo: $(VENV)/installed
 	@rm -rf demo
 	$(BIN)/fastcssl-prep build synthetic --scenario class --tasks 3 --out demo/data
 	$(BIN)/fastcssl-prep inspect demo/data --sheet demo/sheet.png
 	$(BIN)/fastcssl-prep inspect demo/data --views pnr-moco-cifar --sheet demo/views.png | tail -1
 	$(BIN)/fastcssl-train demo moco pnr --data demo/data --out demo/run
-	@echo "Look at demo/sheet.png and demo/views.png; fastcssl-train status demo/run says what was trained."
+	$(BIN)/fastcssl-eval demo/run --probe linear-cached knn
+	$(BIN)/fastcssl-report demo/run --out demo/report
+	@echo "Open demo/report/index.html; look at demo/sheet.png and demo/views.png, too."
 
 ## make test: lint, types, and the whole test suite with every back end
 # Two processes of one computing thread each: more threads than cores make torch crawl.
@@ -37,6 +39,10 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/train.py --quick
 	$(BIN)/python benchmarks/evaluate.py --quick
 
+## make sweep: every method under every strategy, by the command, two short tasks each
+sweep: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sweep.py
+
 $(VENV)/bin/python:
 	.ci/packages $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
@@ -52,7 +58,7 @@ $(VENV)/installed: $(INPUTS) | $(VENV)/bin/python
 
 # One install with everything, not one after the other: each compiles csrc.
 $(VENV)/installed-dev: $(INPUTS) | $(VENV)/bin/python
-	.ci/packages $(PYTHON) ffcv
+	.ci/packages $(PYTHON) dev
 	$(PIP) "setuptools>=77" "pybind11>=2.13"
 	$(PIP) --no-build-isolation --editable ".[dev,ffcv,dali]"
 	@touch $(VENV)/installed $@

@@ -112,5 +112,14 @@ PYBIND11_MODULE(_native, m) {
              return job.faults;
            },
            py::arg("job"))
-      .def("cancel", &Engine::cancel, py::arg("job"), py::call_guard<py::gil_scoped_release>());
+      .def("cancel", &Engine::cancel, py::arg("job"), py::call_guard<py::gil_scoped_release>())
+      .def("stage_seconds", [](Engine& engine) {
+        const StageSeconds spent = engine.stage_seconds();
+        py::dict out;
+        out["read"] = spent.read;
+        out["decode"] = spent.decode;
+        out["crop"] = spent.crop;
+        out["photometric"] = spent.photometric;
+        return out;
+      });
 }

@@ -16,7 +16,7 @@ from fastcssl.nets import EncoderConfig
 from fastcssl.online_probe import ProbePlan
 from fastcssl.optim import OptimConfig
 from fastcssl.strategies import StrategyConfig
-from fastcssl.views import Policy, policy, with_size
+from fastcssl.views import Policy, policy, with_min_scale, with_size
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 ScenarioKind = Literal["class", "data", "domain", "joint", "any"]
@@ -36,10 +36,12 @@ class ExpectConfig:
 class ViewsConfig:
     policy: str = "pnr-moco-imagenet"  # a name of fastcssl.views
     size_px: int | None = None  # None: the policy's
+    min_scale: float | None = None  # least share of the image that a crop shows; None: the policy's
 
     def views(self) -> Policy:
         views = policy(self.policy)
-        return views if self.size_px is None else with_size(views, self.size_px)
+        views = views if self.size_px is None else with_size(views, self.size_px)
+        return views if self.min_scale is None else with_min_scale(views, self.min_scale)
 
     def probe_view(self) -> Policy:
         """How images are seen when they are only embedded."""

@@ -125,15 +125,15 @@ class Display:
         """Scrolls by above the panel."""
         self._line(text, style="yellow" if warning else "dim")
 
-    def finish(self, tasks: Sequence[TaskReport], where: Iterable[tuple[str, Path | str]]) -> None:
-        """The panel makes way for the table."""
+    def finish(self, tasks: Sequence[TaskReport], where: Iterable[tuple[str, Path | str]], bound: str = "") -> None:
+        """The panel makes way for the table. `bound`: what bounded the run."""
         if self._live:
             self._live.transient = True
             self._live.stop()
         console = self._console
         if not console.is_terminal:  # a log has no edge to keep to
             console = Console(file=console.file, width=max(console.width, 2 * _MAX_WIDTH), quiet=console.quiet)
-        console.print(final_table(tasks, where))
+        console.print(final_table(tasks, where, bound))
 
     @property
     def seconds_left(self) -> float | None:
@@ -219,10 +219,15 @@ class Display:
         return grid
 
 
-def final_table(tasks: Sequence[TaskReport], where: Iterable[tuple[str, Path | str]]) -> RenderableType:
-    """A row a task, then where everything is."""
+def final_table(
+    tasks: Sequence[TaskReport], where: Iterable[tuple[str, Path | str]], bound: str = ""
+) -> RenderableType:
+    """A row a task, then where everything is, then what bounded the run."""
     places = fact_grid([(what, str(path), "") for what, path in where], fold=True)
-    return Group(_TaskTable(tuple(tasks)), Padding(places, (0, 0, 0, 1), expand=False))
+    parts: list[RenderableType] = [_TaskTable(tuple(tasks)), Padding(places, (0, 0, 0, 1), expand=False)]
+    if bound:
+        parts += ["", Padding(Text(bound), (0, 0, 0, 1))]
+    return Group(*parts)
 
 
 @dataclass(frozen=True, slots=True)

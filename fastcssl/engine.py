@@ -118,6 +118,9 @@ class EngineBackend:
             raise LoaderError(self._named(batch, 0, faults[0][1]))
         return [buffer[0].clone() for buffer in self._single.buffers_V]
 
+    def stage_seconds(self) -> dict[str, float]:
+        return self._live().stage_seconds()
+
     def close(self) -> None:
         self._engine = None  # its destructor ends the threads
 

@@ -58,6 +58,7 @@ class DeviceIdle:
         self._pending: deque[tuple[Any, Any, Any]] = deque()  # end of the step before or None, begin, end
         self._begin: Any = None
         self._end: Any = None
+        self.seconds = 0.0  # idle so far
 
     def begin(self) -> None:
         self._begin = self._recorded()
@@ -86,6 +87,7 @@ class DeviceIdle:
             before, begin, end = self._pending.popleft()
             idle_ms = before.elapsed_time(begin) if before is not None else 0.0
             self._recent.append((idle_ms, idle_ms + begin.elapsed_time(end)))
+            self.seconds += idle_ms / 1000
 
     @property
     def share(self) -> float | None:

@@ -1,6 +1,8 @@
 """A run: what is built for it, where it stands, and what a checkpoint of it holds."""
 
 import hashlib
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,18 @@ from torch import Tensor, nn
 
 from dataprep.manifest import manifest_path
 from fastcssl import methods, strategies
-from fastcssl.config import Config, Precision
+from fastcssl.bottleneck import Machine
+from fastcssl.config import Config, Precision, plain
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.errors import UserError
+from fastcssl.features import mode
 from fastcssl.loaders.stream import Loader, LoaderConfig, Stream
 from fastcssl.methods import Setting
 from fastcssl.nets import build_encoder
 from fastcssl.online_probe import ParityProbe
 from fastcssl.rates import Rates
+from fastcssl.stages import StageTimes
 from fastcssl.strategies import Task
 
 FORMAT = 1
@@ -44,6 +49,7 @@ class Underway:
     stream: Stream
     parity: ParityProbe | None = None
     rates: Rates = field(default_factory=Rates)
+    stages: StageTimes = field(default_factory=StageTimes)
     sums: dict[str, Tensor] = field(default_factory=dict)  # of each term, over the epoch's steps so far
 
     def state(self) -> dict[str, Any]:
@@ -53,6 +59,7 @@ class Underway:
             "stream": self.stream.state_dict(),
             "parity": self.parity.state_dict() if self.parity else {},
             "rates": [self.rates.num_images, self.rates.wait_seconds, self.rates.seconds],
+            "stages": self.stages.state(),
             "sums": dict(self.sums),
         }
 
@@ -63,6 +70,7 @@ class Underway:
         if self.parity:
             self.parity.load_state_dict(state["parity"])
         self.rates.num_images, self.rates.wait_seconds, self.rates.seconds = state["rates"]
+        self.stages.load(state.get("stages", {}))
         self.sums.update(state["sums"])
 
 
@@ -74,7 +82,17 @@ class Run:
         self.manifest_sha256 = hashlib.sha256(manifest_path(data).read_bytes()).hexdigest()
         self.tasks = _tasks(config, self.data)
         check(config, self.data, self.tasks, self.world)
+        size_px = config.views.views()[0].size_px
+        self.encoder: nn.Module = build_encoder(config.encoder, config.seed, size_px)
         self.amp_dtype = amp_dtype(config.precision, device)
+        if device.type == "cpu" and self.amp_dtype is torch.bfloat16 and strides_over_a_pixel(self.encoder, size_px):
+            if config.precision == "bf16":
+                raise UserError(
+                    f"{config.encoder.name} shrinks images of {size_px} px to a single pixel before its last stride; "
+                    "there torch's bfloat16 convolutions return wrong gradients on CPUs. Use --precision fp32 or a "
+                    "larger --views.size-px."
+                )
+            self.amp_dtype = None
         setting = Setting(
             world=self.world,
             seed=config.seed,
@@ -82,7 +100,6 @@ class Run:
             amp_dtype=self.amp_dtype,
             accumulate=config.accumulate,
         )
-        self.encoder: nn.Module = build_encoder(config.encoder, config.seed, config.views.views()[0].size_px)
         self.method = methods.build(config.method, self.encoder, setting)
         self.strategy = strategies.build(config.strategy, setting)
         self.loader_config = LoaderConfig(
@@ -108,6 +125,32 @@ class Run:
 
     def steps_per_epoch(self, index: int) -> int:
         return len(self.loader.open(Selection(tasks=self.tasks[index])))
+
+    def machine(self) -> Machine:
+        """What the loader and the model run on, as far as it decides how fast."""
+        return Machine(
+            device=self.device.type,
+            loader=self.loader.name,
+            augment=self.config.augment,
+            precision={torch.bfloat16: "bf16", torch.float16: "fp16", None: "fp32"}[self.amp_dtype],
+            compile=self.config.compile,
+            num_threads=self.config.run.num_threads or len(os.sched_getaffinity(0)),
+            num_cores=len(os.sched_getaffinity(0)),
+            num_ranks=self.world.size,
+        )
+
+    def described(self, sources: Mapping[str, str], data: Path) -> dict[str, Any]:
+        """RUN/config.json."""
+        return {
+            "config": plain(self.config),
+            "sources": dict(sources),
+            "words": [self.config.recipe, self.method.name, self.strategy.name],
+            "data": str(data.resolve()),
+            "manifest_sha256": self.manifest_sha256,
+            "tasks": [list(numbers) for numbers in self.tasks],
+            "task_names": [self.task_name(index) for index in range(len(self.tasks))],
+            "machine": asdict(self.machine()),
+        }
 
     def state(self, position: Position) -> dict[str, Any]:
         """The part that outlives a task."""
@@ -157,6 +200,11 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
             f"{strategy.name} reads earlier samples beside the task's own, but --loader dali runs one stream only. "
             "Use --loader auto."
         )
+    if method.supervised and len(manifest.classes) < 2:
+        raise UserError(
+            f"{method.name} learns from labels, but {data.folder} has a single class. Prepare it with a folder for "
+            "each class, or choose another method."
+        )
     if expect.source not in ("any", manifest.source.kind):
         raise UserError(
             f"The recipe {config.recipe} is made for {expect.source}, but {data.folder} was prepared from "
@@ -201,3 +249,24 @@ def amp_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
         can = torch.cpu.get_capabilities()
         return torch.bfloat16 if can.get("avx512_bf16") or can.get("amx_bf16") or can.get("bf16") else None
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
+
+
+@torch.no_grad()
+def strides_over_a_pixel(encoder: nn.Module, size_px: int) -> bool:
+    """Whether a strided convolution sees maps of one pixel.
+
+    Its weights' gradient is uninitialised memory in bfloat16 on CPUs, wherever the kernel only meets padding (seen in
+    torch 2.14.1: 3x3, stride 2).
+    """
+    found = []
+
+    def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, nn.Conv2d)
+        found.append(max(layer.kernel_size) > 1 and max(layer.stride) > 1 and inputs[0].shape[2:].numel() == 1)
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in encoder.modules() if isinstance(layer, nn.Conv2d)]
+    with mode(encoder, training=False):
+        encoder(torch.zeros(1, 3, size_px, size_px))
+    for hook in hooks:
+        hook.remove()
+    return any(found)

@@ -58,6 +58,7 @@ class EpochReport:
     images_per_s: float
     data_wait_share: float
     seconds: float
+    stages: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the task so far; fastcssl.stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,7 @@ class TaskReport:
     data_wait_share: float
     seconds: float
     accuracy: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 Report = StepReport | EpochReport | ProbeReport | TaskReport

@@ -17,6 +17,8 @@ from rich.console import Console
 from torch import Tensor
 
 from dataprep.manifest import write_atomically
+from fastcssl.bottleneck import verdict
+from fastcssl.cautions import cautions
 from fastcssl.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -109,13 +111,7 @@ class Session:
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.run.keep_checkpoints) if self._leads else None
         if self.checkpoints:
             stack.callback(self.checkpoints.wait)
-            described = {
-                "config": plain(config),
-                "sources": self._recipe.sources,
-                "data": str(self._data.resolve()),
-                "manifest_sha256": run.manifest_sha256,
-                "tasks": [list(numbers) for numbers in run.tasks],
-            }
+            described = run.described(self._recipe.sources, self._data)
             write_atomically(self.out / "config.json", json.dumps(described, indent=1).encode())
         self.log = stack.enter_context(
             RunLog(
@@ -143,16 +139,10 @@ class Session:
         self.display = stack.enter_context(
             Display(self._header, plans, step=self.position.step, console=self._console, quiet=not self._leads)
         )
-        for text in warnings:
+        for text in (*warnings, *cautions(run, self._recipe.sources)):
             self.display.note(text, warning=True)
         for probed in read_reports(self.out, ProbeReport) if self._leads and self.state is not None else ():
             self.display.probe(probed)
-        if config.accumulate > 1 and run.method.in_batch:
-            self.display.note(
-                f"{method} compares the samples of a batch with each other; with --accumulate {config.accumulate} it "
-                f"sees {config.batch_size // config.accumulate} at a time, and trains differently.",
-                warning=True,
-            )
         self.stop = stack.enter_context(Stop())
         torch.manual_seed(config.seed * 1_000_003 + run.world.rank)
 
@@ -373,7 +363,9 @@ class Session:
         self._write_status("finished")
         if self._leads:
             names = ("encoders", "metrics.jsonl", "config.json", "checkpoints")
-            self.display.finish(self.tasks_done, [(name.partition(".")[0], self.out / name) for name in names])
+            found = verdict([task.stages for task in self.tasks_done], self._run.machine())
+            where = [(name.partition(".")[0], self.out / name) for name in names]
+            self.display.finish(self.tasks_done, where, found.sentence if found else "")
         self.log.event("finished", step=step)
         return Outcome(folder=self.out, status="finished", tasks=tuple(self.tasks_done))
 

@@ -24,6 +24,7 @@ from fastcssl.run import Position, Run, Underway
 from fastcssl.runlog import EpochReport, StepReport, TaskReport
 from fastcssl.schedule import lr_at, lr_peak
 from fastcssl.session import DIVERGED, GO_ON, STOP, Outcome, Session
+from fastcssl.stages import StageTimes
 from fastcssl.step import Step, across_ranks, optimise
 from fastcssl.strategies import Task
 
@@ -78,11 +79,12 @@ def _train(run: Run, session: Session) -> Outcome:
         stream = run.loader.open(Selection(tasks=task.tasks))
         idle, parity = DeviceIdle(run.device), session.parity_probe(run)
         now_at = Underway(optimizer=optimizer, scaler=scaler, stream=stream, parity=parity)
-        rates, sums = now_at.rates, now_at.sums
+        rates, stages, sums = now_at.rates, now_at.stages, now_at.sums
         if inside and state is not None:
             now_at.load(state)
         elif parity:
             parity.begin_task()
+        _follow(stages, run, stream, idle)
 
         num_steps = config.epochs * len(stream)
         peak = lr_peak(config.optim, config.batch_size)
@@ -91,7 +93,8 @@ def _train(run: Run, session: Session) -> Outcome:
             if not first:
                 sums.clear()
             labelled = parity.batches(index * config.epochs + epoch) if parity else None
-            waited, began, epoch_began = stream.wait_seconds, time.perf_counter(), time.perf_counter()
+            began = epoch_began = time.perf_counter()
+            waited, augmented = stream.wait_seconds, stream.augment_seconds
             for number, batch in enumerate(stream.epoch(index * config.epochs + epoch), start=first):
                 idle.begin()
                 task_step = epoch * len(stream) + number
@@ -107,15 +110,19 @@ def _train(run: Run, session: Session) -> Outcome:
                 )
                 method.after_step(task_step, num_steps)
                 strategy.after_step(method)
+                probed = time.perf_counter()
                 if parity and labelled is not None:
                     parity.step(run.encoder, next(labelled), epoch=task_step / len(stream), num_epochs=config.epochs)
+                probe_s = time.perf_counter() - probed
                 idle.end()
                 step += 1
                 for name, term in terms.items():
                     sums[name] = sums.get(name, torch.zeros((), device=run.device, dtype=torch.float64)) + term
                 now = time.perf_counter()
-                rates.step(config.batch_size, stream.wait_seconds - waited, now - began)
-                waited, began = stream.wait_seconds, now
+                wait_s, augment_s = stream.wait_seconds - waited, stream.augment_seconds - augmented
+                rates.step(config.batch_size, wait_s, now - began)
+                stages.step(now - began, {"wait": wait_s, "augment": augment_s, "probe": probe_s})
+                waited, augmented, began = stream.wait_seconds, stream.augment_seconds, now
 
                 session.watch(step, terms)
                 last = number == len(stream) - 1
@@ -141,11 +148,13 @@ def _train(run: Run, session: Session) -> Outcome:
                     current = run.state(position) | now_at.state()
                     if what == DIVERGED:
                         raise Diverged(session.diverged(step, current))
-                    session.save(step, current, wait=what == STOP)
+                    with stages.timed("checkpoint"):
+                        session.save(step, current, wait=what == STOP)
                     if what == STOP:
                         return session.stopped(step)
                     idle.pause()
                     began = time.perf_counter()
+            _follow(stages, run, stream, idle)
             mean = session.across_ranks({name: value / len(stream) for name, value in sums.items()})
             session.report(
                 EpochReport(
@@ -158,12 +167,15 @@ def _train(run: Run, session: Session) -> Outcome:
                     images_per_s=rates.mean_images_per_s,
                     data_wait_share=rates.mean_wait_share,
                     seconds=time.perf_counter() - epoch_began,
+                    stages=stages.state(),
                 )
             )
             if config.probe.due(epoch, config.epochs):
-                session.probe(run, step, index, parity)
+                with stages.timed("probe"):
+                    session.probe(run, step, index, parity)
                 idle.pause()
-        strategy.end_task(task, method)
+        with stages.timed("strategy"):
+            strategy.end_task(task, method)
         session.export(run, index)
         done.append(
             TaskReport(
@@ -177,6 +189,7 @@ def _train(run: Run, session: Session) -> Outcome:
                 data_wait_share=rates.mean_wait_share,
                 seconds=rates.seconds,
                 accuracy=session.accuracy(index),
+                stages=stages.state(),
             )
         )
         ended = Position(task=index, epoch=config.epochs, step=step, ended=True)
@@ -184,6 +197,13 @@ def _train(run: Run, session: Session) -> Outcome:
         if index == config.run.stop_after_task and index < len(run.tasks) - 1:
             return session.stopped(step)
     return session.finished(step)
+
+
+def _follow(stages: StageTimes, run: Run, stream: Stream, idle: DeviceIdle) -> None:
+    """Reads the clocks that run beside the loop."""
+    stages.follow("loader", run.loader.stage_seconds())
+    if run.device.type == "cuda":
+        stages.follow("device", {"idle": idle.seconds, "transfer": 0.0, "augment": 0.0, **stream.device_seconds})
 
 
 def _renew_banks(run: Run, task: Task) -> None:

@@ -104,6 +104,11 @@ def with_size(views: Policy, size_px: int) -> Policy:
     )
 
 
+def with_min_scale(views: Policy, min_scale: float) -> Policy:
+    """The same views, but their crops show at least this share of the image."""
+    return tuple(replace(view, scale=(min_scale, view.scale[1])) for view in views)
+
+
 def with_normalisation(views: Policy, mean: Rgb, std: Rgb) -> Policy:
     return tuple(replace(view, mean=mean, std=std) for view in views)
 

@@ -168,7 +168,7 @@ OUR_WAY = {"scope": "global", "strategy.frozen": "eval", "method.bank.initial": 
 def test_numbers_are_those_of_the_tables(name: str, settings: str) -> None:
     """All methods and strategies of the paper, also those that are not installed: rows are data."""
     for method, strategy in itertools.product(METHODS, STRATEGIES):
-        values = recipes._values(name, method, strategy, settings)  # type: ignore[arg-type]
+        values = recipes.settled(name, method, strategy, settings)  # type: ignore[arg-type]
         wanted = expected(name, method, strategy, settings)
         assert {key: values[key][0] for key in wanted if key in values} == wanted, (method, strategy)
         # Nothing else is set: what the references leave open has the default of its own place.
@@ -209,7 +209,7 @@ def test_matched_is_alike_for_every_strategy(method: str, strategy: str) -> None
         mine, plain = (
             {
                 key: value
-                for key, value in recipes._values(name, method, it, "matched").items()
+                for key, value in recipes.settled(name, method, it, "matched").items()
                 if "strategy." not in key
             }
             for it in (strategy, "finetune")
@@ -274,7 +274,7 @@ def test_values_name_their_source(words: str, settings: str, key: str, value: ob
 )
 def test_rows_name_their_source(words: str, settings: str, key: str, value: object, source: str) -> None:
     """Of methods and strategies that need not be installed."""
-    assert recipes._values(*words.split(), settings)[key] == (value, source)  # type: ignore[call-arg,arg-type]
+    assert recipes.settled(*words.split(), settings)[key] == (value, source)  # type: ignore[call-arg,arg-type]
 
 
 def test_every_row_is_used_somewhere() -> None:

@@ -14,13 +14,15 @@ import torchvision
 from rich.console import Console
 from safetensors.torch import load_file
 from small_runs import lines, losses, prepared, run, tiny
+from torch import Tensor
 
-from fastcssl import checkpoint, nets
+from fastcssl import checkpoint, nets, ops
 from fastcssl.checkpoint import CheckpointError
 from fastcssl.config import ExpectConfig
-from fastcssl.copies import Bank
+from fastcssl.encoders import EncoderConfig, untrained
 from fastcssl.errors import Diverged, UserError
 from fastcssl.methods import BankConfig
+from fastcssl.run import strides_over_a_pixel
 from fastcssl.session import Session
 
 
@@ -112,8 +114,13 @@ def test_micro_batches_push_each_and_step_once(
     tmp_path: Path, two_tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pushed: list[int] = []
-    push = Bank.push
-    monkeypatch.setattr(Bank, "push", lambda self, keys: (pushed.append(len(keys)), push(self, keys))[1])
+    fused = ops.info_nce_enqueue
+
+    def record(*arguments: Any, **options: Any) -> Tensor:
+        pushed.extend(len(keys) for keys in arguments[4])
+        return fused(*arguments, **options)
+
+    monkeypatch.setattr(ops, "info_nce_enqueue", record)
     run(tiny("moco", "finetune", accumulate=4, epochs=1, only_task=0), two_tasks, tmp_path / "run")
     assert pushed == [4] * 4 * 2 * 2  # four parts of a batch, two views, two steps
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
@@ -276,3 +283,18 @@ def test_a_signal_saves_and_stops_and_the_next_start_goes_on(
     again = run(tiny(), two_tasks, tmp_path / "run")
     assert again.status == "finished" and len(again.tasks) == len(whole.tasks)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_no_bfloat16_where_torch_strides_over_a_single_pixel() -> None:
+    """A gradient of weights that only met padding is what happened to be in memory."""
+    stems = {"imagenet": (16, 17), "cifar": (2, 3)}
+    for stem, (small, enough) in stems.items():
+        encoder = untrained(EncoderConfig(name="resnet18-w8", stem=stem), 32)  # type: ignore[arg-type]
+        assert strides_over_a_pixel(encoder, small) and not strides_over_a_pixel(encoder, enough)
+        assert encoder.training and not any(layer._forward_pre_hooks for layer in encoder.modules())
+
+
+def test_that_bfloat16_is_refused_where_it_is_asked_for(two_tasks: Path, tmp_path: Path) -> None:
+    asked = tiny(precision="bf16", encoder=EncoderConfig(name="resnet18-w8"))
+    with pytest.raises(UserError, match="images of 16 px to a single pixel"):
+        run(asked, two_tasks, tmp_path / "run")

@@ -9,7 +9,17 @@ import numpy.typing as npt
 import pytest
 
 from fastcssl.draws import NO_SOLARIZE, Drawn, draw_views
-from fastcssl.views import EXTRAPOLATED, POLICIES, Policy, ViewSpec, policy, policy_for, with_normalisation, with_size
+from fastcssl.views import (
+    EXTRAPOLATED,
+    POLICIES,
+    Policy,
+    ViewSpec,
+    policy,
+    policy_for,
+    with_min_scale,
+    with_normalisation,
+    with_size,
+)
 
 PLAIN = ViewSpec(size_px=224, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
 IDS = np.arange(20_000)
@@ -92,6 +102,9 @@ def test_resizing_and_normalising_keep_the_rest() -> None:
     assert [view.size_px for view in with_size(views, 96)] == [96, 96]
     (val,) = with_size(policy("probe-val-imagenet"), 96)
     assert (val.resize_px, val.size_px) == (110, 96)
+    assert with_min_scale(views, 0.4) == tuple(replace(view, scale=(0.4, 1.0)) for view in views)
+    with pytest.raises(ValueError, match="scale"):
+        with_min_scale(views, 1.5)
     mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
     assert with_normalisation(views, mean, std) == tuple(replace(view, mean=mean, std=std) for view in views)
 

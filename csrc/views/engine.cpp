@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -18,6 +19,8 @@ namespace {
 
 // Small images are taken several at a time, so that the lock is not what threads wait for.
 constexpr std::size_t kMaxGrab = 8;
+// Of so many samples one is timed and stands for the others: reading the clock costs a percent of a small image.
+constexpr std::size_t kTimedEvery = 8;
 
 struct AlignedFree {
   void operator()(void* p) const { std::free(p); }
@@ -44,6 +47,13 @@ void read_ahead(const Shard& shard, std::size_t offset, std::size_t size) {
   ::madvise(const_cast<std::uint8_t*>(shard.data) + begin, std::min(offset + size, shard.size) - begin, MADV_WILLNEED);
 }
 
+// Reads a byte of every page, so that waiting for the disk is over, and timed, before decoding begins.
+void touch(const std::uint8_t* data, std::size_t size) {
+  static const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  for (std::size_t at = 0; at < size; at += page) static_cast<void>(*static_cast<const volatile std::uint8_t*>(data + at));
+  if (size) static_cast<void>(*static_cast<const volatile std::uint8_t*>(data + size - 1));
+}
+
 }  // namespace
 
 // One thread's buffers, kept from sample to sample.
@@ -52,6 +62,22 @@ struct Engine::Worker {
   std::vector<std::uint8_t> crop;
   std::unique_ptr<void, AlignedFree> scratch;
   std::size_t scratch_bytes = 0;
+  StageSeconds spent;  // since it was last added to the engine's
+  std::chrono::steady_clock::time_point mark;
+  std::size_t num_samples = 0;
+  bool timed = false;
+
+  void start() {
+    timed = num_samples++ % kTimedEvery == 0;
+    if (timed) mark = std::chrono::steady_clock::now();
+  }
+  // What has passed since the last mark belongs to `stage`.
+  void lap(double& stage) {
+    if (!timed) return;
+    const auto now = std::chrono::steady_clock::now();
+    stage += kTimedEvery * std::chrono::duration<double>(now - mark).count();
+    mark = now;
+  }
 
   void* scratch_for(int size_px) {
     const std::size_t wanted = photometric_scratch_bytes(size_px, size_px);
@@ -133,6 +159,11 @@ void Engine::cancel(Job& job) {
   done_.notify_all();
 }
 
+StageSeconds Engine::stage_seconds() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return spent_;
+}
+
 void Engine::work() {
   Worker worker;
   std::unique_lock<std::mutex> lock(mutex_);
@@ -149,6 +180,11 @@ void Engine::work() {
     lock.unlock();
     for (std::size_t place = begin; place < end; ++place) do_sample(worker, *job, place);
     lock.lock();
+    spent_.read += worker.spent.read;
+    spent_.decode += worker.spent.decode;
+    spent_.crop += worker.spent.crop;
+    spent_.photometric += worker.spent.photometric;
+    worker.spent = {};
     job->num_open -= end - begin;
     if (job->num_open == 0) done_.notify_all();
   }
@@ -156,6 +192,7 @@ void Engine::work() {
 
 void Engine::do_sample(Worker& worker, Job& job, std::size_t place) {
   std::string fault;
+  worker.start();
   try {
     if (load(worker, job, place, fault)) {
       const std::size_t num_samples = job.shard_N.size();
@@ -171,12 +208,14 @@ void Engine::do_sample(Worker& worker, Job& job, std::size_t place) {
           crop = worker.crop.data();
         }
         worker.cropper.crop(box, view.filter, view.size_px, crop);
+        worker.lap(worker.spent.crop);
         if (job.views_V[v] != nullptr) {
           const std::size_t value_bytes = job.type == OutType::float32 ? 4 : 2;
           photometric_image(crop, view.size_px, view.size_px, &job.columns_VNC[(v * num_samples + place) * kNumColumns],
                             view.normalisation, job.type,
                             static_cast<std::uint8_t*>(job.views_V[v]) + place * crop_bytes * value_bytes,
                             worker.scratch_for(view.size_px));
+          worker.lap(worker.spent.photometric);
         }
       }
       return;
@@ -196,19 +235,26 @@ bool Engine::load(Worker& worker, const Job& job, std::size_t place, std::string
   if (shard.pixel_height > 0) {
     const std::size_t image_bytes = static_cast<std::size_t>(shard.pixel_height) * shard.pixel_width * 3;
     const std::uint8_t* pixels = shard.data + shard.data_offset + offset * image_bytes;
+    if (worker.timed) touch(pixels, image_bytes);
+    worker.lap(worker.spent.read);
     worker.cropper.load_pixels(pixels, shard.pixel_width, shard.pixel_height);
+    worker.lap(worker.spent.decode);
     return true;
   }
   if (offset > shard.size || size > shard.size - offset) {
     fault = "it lies outside its shard";
     return false;
   }
+  if (worker.timed) touch(shard.data + offset, size);
+  worker.lap(worker.spent.read);
   const int width = job.width_N[place], height = job.height_N[place];
   codec::Region region{width, height, 0, 0};
   for (std::size_t v = 0; v < views_.size(); ++v)
     include(region, &job.box_VN4[(v * job.shard_N.size() + place) * 4], views_[v].filter, views_[v].size_px, width,
             height);
-  return worker.cropper.load_jpeg({shard.data + offset, size}, width, height, region, fault);
+  const bool whole = worker.cropper.load_jpeg({shard.data + offset, size}, width, height, region, fault);
+  worker.lap(worker.spent.decode);
+  return whole;
 }
 
 }  // namespace fastcssl::views

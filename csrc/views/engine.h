@@ -53,6 +53,12 @@ struct Job {
   std::vector<std::pair<int, std::string>> faults;
 };
 
+// What the threads spent, in seconds added up over them, estimated from some of their samples. Reading is waiting for
+// pages that are not in memory yet.
+struct StageSeconds {
+  double read = 0, decode = 0, crop = 0, photometric = 0;
+};
+
 class Engine {
  public:
   Engine(std::vector<View> views, int num_threads);
@@ -70,6 +76,8 @@ class Engine {
   void wait(Job& job);
   // Skips the samples that have not begun; wait() then returns as soon as the others are done.
   void cancel(Job& job);
+  // Since the engine was made.
+  StageSeconds stage_seconds();
 
  private:
   struct Worker;
@@ -82,6 +90,7 @@ class Engine {
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::deque<std::shared_ptr<Job>> jobs_;
+  StageSeconds spent_;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

@@ -82,6 +82,10 @@ class Backend(Protocol):
         """One sample's crops at once, [size, size, 3] a view; raises LoaderError when it cannot be decoded."""
         ...
 
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds of its threads so far by stage (`fastcssl.stages.LOADER`), added up; empty: it keeps no clocks."""
+        ...
+
     def close(self) -> None:
         """Ends threads and processes. Idempotent."""
         ...

@@ -308,6 +308,9 @@ class DaliBackend:
     def _named(self, row: int, reason: object) -> str:
         return f"sample {self._data.table['id'][row]} in {self._path(row)}: {reason}"
 
+    def stage_seconds(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         self._is_closed = True
         self._readers.shutdown(cancel_futures=True)

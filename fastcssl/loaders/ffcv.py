@@ -197,6 +197,9 @@ class FfcvBackend:
             )
         return _Beton(path=path, file=file, reader=reader)
 
+    def stage_seconds(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         while self._betons:
             _, beton = self._betons.popitem()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Literal
 
@@ -78,6 +79,10 @@ class Loader:
     def open(self, selection: Selection) -> "Stream":
         return Stream(self, self._backend, selection)
 
+    def stage_seconds(self) -> dict[str, float]:
+        """What its threads spent so far, by stage, added up over them. Empty: the back end keeps no clocks."""
+        return self._backend.stage_seconds()
+
     def close(self) -> None:
         self._backend.close()
 
@@ -102,6 +107,8 @@ class Stream:
         self.quarantine: dict[int, str] = {}  # sample id -> why it could not be decoded
         self.num_replaced = 0
         self.wait_seconds = 0.0  # that the caller was blocked for data
+        self.augment_seconds = 0.0  # that the caller spent on photometry, where the back end does none
+        self.device_seconds: dict[str, float] = {}  # of a GPU's staging: "transfer", "augment"
         self._max_corrupt = max(1, int(self._config.max_corrupt * len(self._rows)))
         self._plan(0)  # what is wrong with the selection is said now
 
@@ -217,12 +224,15 @@ class Stream:
         impl: Literal["auto", "torch"] = "torch" if self._config.augment == "torch" else "auto"
         return photometric(crops_NHW3, columns, mean=spec.mean, std=spec.std, dtype=self._config.dtype, impl=impl)
 
-    def _finished(self, batch: LocalBatch, crops: Crops) -> Batch:
+    def _finished(self, batch: LocalBatch, crops: Crops, copied: "torch.cuda.Event | None" = None) -> Batch:
+        """`copied` is recorded between the copies and the photometry."""
         device = self._loader.device
         if crops.views_V is not None:
             views = tuple(view.to(device, non_blocking=True) for view in crops.views_V)
         else:
             moved = [crop.to(device, non_blocking=True) for crop in crops.crops_V]
+            if copied is not None:
+                copied.record()
             views = tuple(self._photometry(v, crop, batch.columns_VNC[v]) for v, crop in enumerate(moved))
         rows = self._table[batch.row_N]
         id_N = np.where(batch.valid_N, rows["id"], -1)
@@ -235,23 +245,34 @@ class Stream:
 
     def _on_host(self, filled: Iterator[tuple[LocalBatch, Crops]]) -> Iterator[Batch]:
         for batch, crops in filled:
-            yield self._finished(batch, crops)
+            began = time.perf_counter()
+            finished = self._finished(batch, crops)
+            self.augment_seconds += time.perf_counter() - began
+            yield finished
 
     def _staged_on_gpu(self, filled: Iterator[tuple[LocalBatch, Crops]]) -> Iterator[Batch]:
         """Copies and augments one batch ahead on a stream of its own, while the caller trains on the one before."""
         side = torch.cuda.Stream(self._loader.device)  # type: ignore[no-untyped-call]
         staged: tuple[Batch, torch.cuda.Event] | None = None
         for batch, crops in filled:
+            began, copied, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
             with torch.cuda.stream(side):
-                ahead = self._finished(batch, crops)
-                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                began.record(side)
+                ahead = self._finished(batch, crops, copied if crops.views_V is None else None)
                 done.record(side)
             if staged is not None:
                 yield self._handed_over(*staged)
             staged = (ahead, done)
             done.synchronize()  # the back end may reuse its buffers once it is asked for the next batch
+            self._count_staging(began, copied if crops.views_V is None else done, done)
         if staged is not None:
             yield self._handed_over(*staged)
+
+    def _count_staging(self, *events: "torch.cuda.Event") -> None:
+        """All have passed."""
+        for name, (before, after) in zip(("transfer", "augment"), pairwise(events), strict=True):
+            seconds = before.elapsed_time(after) / 1000 if before is not after else 0.0
+            self.device_seconds[name] = self.device_seconds.get(name, 0.0) + seconds
 
     def _handed_over(self, batch: Batch, done: "torch.cuda.Event") -> Batch:
         main = torch.cuda.current_stream(self._loader.device)

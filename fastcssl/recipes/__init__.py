@@ -26,7 +26,7 @@ from fastcssl.words import nearest
 if TYPE_CHECKING:
     from fastcssl.config import Config
 
-__all__ = ["ABLATIONS", "COMMAND_LINE", "OURS", "RECIPES", "Data", "Recipe", "Settings", "flat", "recipe"]
+__all__ = ["ABLATIONS", "COMMAND_LINE", "OURS", "RECIPES", "Data", "Recipe", "Settings", "flat", "recipe", "settled"]
 
 
 def _authority(settings: Settings, authors: Authors) -> tuple[Table, ...]:
@@ -69,7 +69,7 @@ def recipe(name: str, method: str, strategy: str, *, settings: Settings = "match
 
     if name not in RECIPES:
         raise UserError(f"There is no recipe {name!r}. {nearest(name, RECIPES)}")
-    values = _values(name, method, strategy, settings)
+    values = settled(name, method, strategy, settings)
     tree: dict[str, Any] = {}
     for key, (value, _) in values.items():
         *path, last = key.split(".")
@@ -89,8 +89,8 @@ def recipe(name: str, method: str, strategy: str, *, settings: Settings = "match
     return Recipe(config=config, sources={key: values[key][1] if key in values else OURS for key, _ in flat(config)})
 
 
-def _values(name: str, method: str, strategy: str, settings: Settings) -> dict[str, tuple[Any, str]]:
-    """By dotted key: the value and its source."""
+def settled(name: str, method: str, strategy: str, settings: Settings) -> dict[str, tuple[Any, str]]:
+    """By dotted key: the value and its source, as far as a table has one. Needs no torch."""
     data = RECIPES[name]
     authors = authors_of(strategy, settings)
     where = {

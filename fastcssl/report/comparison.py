@@ -1,0 +1,244 @@
+"""Runs side by side: seeds averaged, next to what the paper prints, with what keeps the two from being comparable."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastcssl.recipes import RECIPES, settled
+from fastcssl.report.published import Published, published
+from fastcssl.report.runs import RunRecord, order
+from fastcssl.results import DOWNSTREAM, Evaluation
+
+METRICS = ("A", "S", "P")
+PROBES = {"linear": "linear probe", "linear-cached": "linear probe, cached features", "knn": "k-NN"}
+SCOPES = {
+    "all": "all classes",
+    "per-task": "classes of each task",
+    "domain-aware": "a probe for each domain",
+    "domain-agnostic": "one probe for all domains",
+    "semi-1": "1 % of the labels",
+    "semi-10": "10 % of the labels",
+}
+# What does not change the numbers, or not what a comparison is about.
+_BESIDE = ("seed", "loader", "augment", "compile", "online_probe", "probe_lr", "recipe")
+_BESIDE_GROUPS = ("run.", "expect.")
+_OF_TABLE = ("metric", "k", "momentum", "epochs")  # settings of a probe that make a table of their own
+_OF_ROW = ("lr", "batch_size", "strength")
+_SETTINGS = {"metric": "", "k": "k = ", "lr": "lr ", "batch_size": "batches of ", "strength": "strength "}
+_MAX_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """Of several seeds. In percent."""
+
+    each: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.each)
+
+    @property
+    def deviation(self) -> float | None:
+        return statistics.stdev(self.each) if len(self.each) > 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" if self.deviation is None else f"{self.mean:.2f} ± {self.deviation:.2f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Runs that differ in their seeds alone, under one evaluation."""
+
+    title: str
+    runs: tuple[RunRecord, ...]
+    results: tuple[Evaluation, ...]  # one a run
+    metrics: dict[str, Value]
+    A_T: tuple[Value, ...]  # after each task
+    published: Published | None = None
+    mismatches: tuple[str, ...] = ()
+
+    @property
+    def num_seeds(self) -> int:
+        return len(self.runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The rows of one recipe and one evaluation."""
+
+    recipe: str
+    about: str
+    evaluation: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """Every mismatch once, in the order of the rows."""
+        return list(dict.fromkeys(note for row in self.rows for note in row.mismatches))
+
+    @property
+    def lacking(self) -> list[str]:
+        """Why S or P is missing, and what to do; F has no column here. Of one checkpoint nobody expects them."""
+        results = (result for row in self.rows for result in row.results if len(result.checkpoints) > 1)
+        found = (text for result in results for text in result.metrics.missing)
+        return [text for text in dict.fromkeys(found) if not text.startswith("F ")]
+
+    def marks(self, row: Row) -> str:
+        """Which notes are about the row: "a, c"."""
+        notes = self.notes
+        return ", ".join(mark(notes.index(note)) for note in row.mismatches)
+
+
+def mark(number: int) -> str:
+    return chr(ord("a") + number) if number < 26 else f"{mark(number // 26 - 1)}{mark(number % 26)}"
+
+
+def evaluation_title(found: Evaluation, alike: Sequence[Evaluation] = (), *, of_row: bool = False) -> str:
+    """`alike`: others of its probe and scope; settings by which they differ are named, those of rows if asked."""
+    scope = SCOPES.get(found.scope) or f"on {found.scope.removeprefix(DOWNSTREAM)}"
+    telling = (*_OF_TABLE, *_OF_ROW) if of_row else _OF_TABLE
+    keys = dict.fromkeys(key for other in alike for key in other.settings if key in telling)
+    settings = [
+        f"{_SETTINGS.get(key, f'{key} ')}{shown(found.settings.get(key))}"
+        for key in keys
+        if any(other.settings.get(key) != found.settings.get(key) for other in alike)
+    ]
+    return ", ".join((PROBES.get(found.probe, found.probe), scope, *settings))
+
+
+def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
+    """One for each recipe and evaluation that a run has results of."""
+    pairs = [(run, found) for run in runs for found in run.evaluations]
+    tables: dict[tuple[str, ...], Comparison] = {}
+    groups: dict[tuple[str, ...], list[tuple[RunRecord, Evaluation]]] = {}
+    for run, found in pairs:
+        groups.setdefault((*_place(run, found), *_sort(run, found)), []).append((run, found))
+    family: dict[tuple[str, ...], list[list[tuple[RunRecord, Evaluation]]]] = {}
+    for members in groups.values():
+        family.setdefault((*_place(*members[0]), members[0][0].title), []).append(members)
+    for members in groups.values():
+        run, found = members[0]
+        place = _place(run, found)
+        about = RECIPES[run.recipe].about if run.recipe in RECIPES else ""
+        if place not in tables:
+            alike = [other for run_, other in pairs if _place(run_, other)[:3] == place[:3]]
+            tables[place] = Comparison(recipe=run.recipe, about=about, evaluation=evaluation_title(found, alike))
+        tables[place].rows.append(_row(members, family[(*place, run.title)]))
+    for table in tables.values():
+        table.rows.sort(key=lambda row: (order(row.runs[0].method, row.runs[0].strategy), row.title))
+    return sorted(tables.values(), key=_order)
+
+
+def _order(table: Comparison) -> tuple[str, int, bool, str]:
+    found = table.rows[0].results[0]
+    return table.recipe, list(PROBES).index(found.probe), found.scope != "all", table.evaluation
+
+
+def _place(run: RunRecord, found: Evaluation) -> tuple[str, ...]:
+    return (run.recipe, found.probe, found.scope, json.dumps([found.settings.get(key) for key in _OF_TABLE]))
+
+
+def _sort(run: RunRecord, found: Evaluation) -> tuple[str, ...]:
+    """Runs of one sort are averaged."""
+    return (run.method, run.strategy, json.dumps([_deciding(run), _asked(found), found.manifest.sha256]))
+
+
+def _deciding(run: RunRecord) -> dict[str, Any]:
+    return {key: value for key, value in sorted(run.values.items()) if not _is_beside(key)}
+
+
+def _is_beside(key: str) -> bool:
+    return key in _BESIDE or key.startswith(_BESIDE_GROUPS)
+
+
+def _asked(found: Evaluation) -> dict[str, Any]:
+    return {key: value for key, value in sorted(found.settings.items()) if key != "seed"}
+
+
+def _row(members: list[tuple[RunRecord, Evaluation]], family: list[list[tuple[RunRecord, Evaluation]]]) -> Row:
+    members = sorted(members, key=lambda pair: pair[0].seed)
+    run, found = members[0]
+    results = [result for _, result in members]
+    metrics = {}
+    for name in METRICS:
+        each = [result.metrics.A[-1] if name == "A" else getattr(result.metrics, name) for result in results]
+        if None not in each:
+            metrics[name] = Value(each=tuple(100 * value for value in each))
+    length = min(len(result.metrics.A) for result in results)
+    A_T = tuple(Value(each=tuple(100 * result.metrics.A[t] for result in results)) for t in range(length))
+    known = published(run.recipe, run.method, run.strategy, found.scope) if run.only_task is None else None
+    return Row(
+        title=", ".join((run.title, *_differences(members[0], [other[0] for other in family]))),
+        runs=tuple(run for run, _ in members),
+        results=tuple(results),
+        metrics=metrics,
+        A_T=A_T,
+        published=known,
+        mismatches=tuple(mismatches(run, found, known)) if known else (),
+    )
+
+
+def _differences(mine: tuple[RunRecord, Evaluation], family: list[tuple[RunRecord, Evaluation]]) -> list[str]:
+    """By what settings a row differs from others of its name."""
+    named = []
+    for label, values in (("", [_deciding(run) for run, _ in family]), ("probe ", [_asked(r) for _, r in family])):
+        own = values[next(place for place, pair in enumerate(family) if pair[0] is mine[0] and pair[1] is mine[1])]
+        for key in own:
+            if any(json.dumps(other.get(key)) != json.dumps(own[key]) for other in values):
+                named.append(f"{label}{key} {shown(own[key])}")
+    if len({found.manifest.sha256 for _, found in family}) > 1:
+        named.append(f"data {mine[1].manifest.path}")
+    return named
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return ", ".join(map(shown, value))
+    return "none" if value is None else str(value)
+
+
+# ---- What keeps a run's number and the published one from being comparable -------------------------------------------
+
+
+def mismatches(run: RunRecord, found: Evaluation, known: Published) -> Iterable[str]:
+    if known.protocol.caution:
+        yield known.protocol.caution
+    if known.caution:
+        yield known.caution
+    if found.probe != "linear":
+        yield f"Published with a linear probe; this is {PROBES.get(found.probe, found.probe)}."
+    elif known.protocol.probe == "linear":
+        epochs, momentum = found.settings.get("epochs", 100), found.settings.get("momentum", 0.0)
+        if epochs != 100:
+            yield f"Published with a probe of 100 epochs; this has {epochs}."
+        if momentum != 0:
+            yield f"The authors' released probe has momentum 0; this has {shown(momentum)}, as CaSSLe's."
+    other = _other_settings(run)
+    if other:
+        rest = f", and {len(other) - _MAX_NAMED} more" if len(other) > _MAX_NAMED else ""
+        yield f"Trained otherwise than published: {', '.join(other[:_MAX_NAMED])}{rest}."
+    if len(found.checkpoints) < len(run.task_names) or not run.is_finished:
+        yield f"After {len(found.checkpoints)} of {len(run.task_names)} tasks."
+
+
+def _other_settings(run: RunRecord) -> list[str]:
+    """As "epochs 2 (published: 500)", what matters most first."""
+    theirs = settled(run.recipe, run.method, run.strategy, "published")
+    other = {
+        key: f"{key} {shown(run.values[key])} (published: {shown(value)})"
+        for key, (value, _) in theirs.items()
+        if not _is_beside(key) and key in run.values and _plain(run.values[key]) != _plain(value)
+    }
+    first = [key for key in ("epochs", "encoder.name", "encoder.stem", "batch_size", "views.policy") if key in other]
+    return [other[key] for key in (*first, *(key for key in other if key not in first))]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

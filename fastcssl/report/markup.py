@@ -1,0 +1,51 @@
+"""HTML that cannot be broken by what is in it: text is escaped unless it is Html already."""
+
+from html import escape
+
+
+class Html(str):
+    """Markup, as it stands."""
+
+    __slots__ = ()
+
+
+_VOID = ("meta", "br", "hr")
+
+
+def el(name: str, /, *children: "str | Html | None", **attributes: str | None) -> Html:
+    """An element. `class_` and `for_` lose their underscore; None is left out, as a child and as an attribute."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _VOID:
+        return Html(f"<{name}{written}>")
+    return Html(f"<{name}{written}>{joined(*children)}</{name}>")
+
+
+def joined(*children: "str | Html | None") -> Html:
+    return Html("".join(c if isinstance(c, Html) else escape(c, quote=False) for c in children if c is not None))
+
+
+def table(head: list["str | Html"], rows: list[list["str | Html"]], *, classes: list[str | None] | None = None) -> Html:
+    """In a box of its own that scrolls. The first cell of a row is its heading. `classes`: of the columns."""
+    kinds = classes or [None] * len(head)
+    top = el("tr", *(el("th", cell, scope="col", class_=kind) for cell, kind in zip(head, kinds, strict=True)))
+    body = [
+        el(
+            "tr",
+            el("th", row[0], scope="row"),
+            *(cell if _is_cell(cell) else el("td", cell, class_=kind) for cell, kind in _pairs(row, kinds)),
+        )
+        for row in rows
+    ]
+    return el("div", el("table", el("thead", top), el("tbody", *body)), class_="scroll")
+
+
+def _pairs(row: list["str | Html"], kinds: list[str | None]) -> "list[tuple[str | Html, str | None]]":
+    return list(zip(row[1:], kinds[1:], strict=True))
+
+
+def _is_cell(cell: "str | Html") -> bool:
+    return isinstance(cell, Html) and cell.startswith("<td")

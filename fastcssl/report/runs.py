@@ -1,0 +1,200 @@
+"""A run's folder, read: what it was told, what it logged, what was evaluated. Nothing here needs torch."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from fastcssl.bottleneck import Machine, Verdict, verdict
+from fastcssl.errors import UserError
+from fastcssl.results import Evaluation, Probe, evaluations
+from fastcssl.runlog import METRICS, EpochReport, ProbeReport, RunLogError, StepReport, TaskReport, read_reports
+from fastcssl.status import STATUS, Status, read_status
+
+CONFIG = "config.json"
+
+_METHODS = {
+    "moco": "MoCo",
+    "simclr": "SimCLR",
+    "barlow": "Barlow Twins",
+    "byol": "BYOL",
+    "vicreg": "VICReg",
+    "supcon": "SupCon",
+}
+_STRATEGIES = {
+    "joint": "joint",
+    "finetune": "fine-tune",
+    "ewc": "EWC",
+    "der": "DER",
+    "lump": "LUMP",
+    "lessforget": "Less-Forget",
+    "cassle": "CaSSLe",
+    "pnr": "PNR",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    folder: Path
+    recipe: str
+    method: str
+    strategy: str
+    values: dict[str, Any]  # of the configuration, by dotted key
+    sources: dict[str, str]  # of each value
+    data: str
+    task_names: tuple[str, ...]
+    machine: Machine
+    status: Status
+    steps: list[StepReport]
+    epochs: list[EpochReport]
+    tasks: list[TaskReport]  # finished
+    probes: list[ProbeReport]
+    evaluations: list[Evaluation]
+
+    @property
+    def title(self) -> str:
+        what = title(self.method, self.strategy)
+        return what if self.only_task is None else f"{what}, task {self.only_task} alone"
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def seed(self) -> int:
+        return int(self.values.get("seed", 0))
+
+    @property
+    def only_task(self) -> int | None:
+        found = self.values.get("only_task")
+        return None if found is None else int(found)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.tasks) == len(self.task_names)
+
+    @property
+    def bound(self) -> Verdict | None:
+        """What bounded it, of finished tasks and of what the one under way has logged."""
+        times = [task.stages for task in self.tasks]
+        under_way = [epoch.stages for epoch in self.epochs if epoch.task >= len(self.tasks)]
+        return verdict([*times, *under_way[-1:]], self.machine)
+
+
+def title(method: str, strategy: str) -> str:
+    return f"{_METHODS.get(method, method)} + {_STRATEGIES.get(strategy, strategy)}"
+
+
+def found_runs(folders: Sequence[Path]) -> list[Path]:
+    """Each a run's folder; one that holds several seeds stands for all of them. None is there twice."""
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        inside = [] if (folder / CONFIG).exists() else sorted(path.parent for path in folder.glob(f"seed*/{CONFIG}"))
+        for run in inside or [folder]:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
+def read_run(folder: Path) -> RunRecord:
+    described = _described(folder)
+    config = described["config"]
+    words = described.get("words") or _words(folder, config)
+    try:
+        status = read_status(folder)
+    except RunLogError as error:
+        raise UserError(str(error)) from None
+    _check_lines(folder / METRICS)
+    try:
+        tasks = read_reports(folder, TaskReport)
+        steps, epochs = read_reports(folder, StepReport), read_reports(folder, EpochReport)
+        probes = read_reports(folder, ProbeReport)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder / METRICS} holds lines of another version ({error}). Train the run again.") from None
+    if not tasks:
+        raise UserError(
+            f"{folder} has no finished task yet, so there is nothing to report. fastcssl-train status {folder} says "
+            "where it is."
+        )
+    names = described.get("task_names") or [task.name for task in tasks]
+    return RunRecord(
+        folder=folder,
+        recipe=words[0],
+        method=words[1],
+        strategy=words[2],
+        values=dict(_flat(config)),
+        sources=described.get("sources", {}),
+        data=described.get("data", ""),
+        task_names=tuple(names),
+        machine=Machine.of(described.get("machine", {})),
+        status=status,
+        steps=steps,
+        epochs=epochs,
+        tasks=tasks,
+        probes=probes,
+        evaluations=sorted((found for _, found in evaluations(folder)), key=_place),
+    )
+
+
+def _place(found: Evaluation) -> tuple[int, bool, str]:
+    """The paper's protocol first."""
+    return get_args(Probe).index(found.probe), found.scope != "all", found.name
+
+
+def order(method: str, strategy: str) -> tuple[int, int]:
+    """Of rows, as the paper has them. What it does not know comes last."""
+    methods, strategies = list(_METHODS), list(_STRATEGIES)
+    return (
+        methods.index(method) if method in methods else len(methods),
+        strategies.index(strategy) if strategy in strategies else len(strategies),
+    )
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.exists():
+        seen = f"it holds no {CONFIG}" if folder.is_dir() else "there is no such folder"
+        raise UserError(f"{folder} is not a run: {seen}. Give the folder that fastcssl-train wrote.")
+    try:
+        described = json.loads(path.read_bytes())
+        if not isinstance(described["config"], dict):
+            raise TypeError("config is not an object")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}). Resuming the run writes it anew.") from None
+    found: dict[str, Any] = described
+    return found
+
+
+def _words(folder: Path, config: dict[str, Any]) -> list[str]:
+    """Of a run whose config.json is older than the words in it: the title that is shown while it trains."""
+    try:
+        parts = json.loads((folder / STATUS).read_bytes())["title"].split(" · ")
+        return [str(config["recipe"]), parts[1], parts[2]]
+    except (OSError, ValueError, KeyError, IndexError, AttributeError):
+        return [str(config.get("recipe", "?")), "?", "?"]
+
+
+def _check_lines(path: Path) -> None:
+    """A torn last line is what a run leaves that was killed or is being written; anything else is damage."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist, so there is nothing to draw. Train the run again.")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        if not (line.startswith(b"{") and line.endswith(b"}")) or b"\0" in line:
+            raise UserError(
+                f"Line {number} of {path} is damaged. Delete that line to report the rest, or resume the run, which "
+                "drops it."
+            )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value))
+    return found

@@ -1,0 +1,59 @@
+"""The report's numbers for a terminal."""
+
+from shlex import quote
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fastcssl.bottleneck import NAMES
+from fastcssl.report import Report
+from fastcssl.report.comparison import Comparison, mark
+
+_FEW_RUNS = 4  # whose bottleneck is told in full
+
+
+def summary(found: Report) -> RenderableType:
+    parts: list[RenderableType] = []
+    for comparison in found.comparisons:
+        parts += [Text(f"{comparison.recipe}: {comparison.evaluation}", "bold"), _table(comparison)]
+        for number, note in enumerate(comparison.notes):
+            parts.append(Padding(Text(f"{mark(number)}  {note}", "dim"), (0, 0, 0, 1)))
+        parts += [Padding(Text(text, "dim"), (0, 0, 0, 1)) for text in comparison.lacking]
+        parts.append("")
+    for run in found.runs:
+        text = Text.assemble((run.title, "bold"), (f"  seed {run.seed}  {run.name}", "dim"))
+        parts.append(text)
+        if not run.is_finished:
+            parts.append(Text(f" {len(run.tasks)} of {len(run.task_names)} tasks finished", "yellow"))
+        if not run.evaluations:
+            parts.append(Text(f" not evaluated; run fastcssl-eval {quote(run.name)}", "yellow"))
+        if run.bound is not None:
+            share = f" bounded by {NAMES[run.bound.stage]}, {100 * run.bound.shares[run.bound.stage]:.0f} % of its time"
+            sentence = run.bound.sentence if len(found.runs) <= _FEW_RUNS else share.strip()
+            parts.append(Padding(Text(sentence), (0, 0, 0, 1)))
+    parts += ["", Text.assemble(("page     ", "dim"), str(found.page))]
+    if found.pictures:
+        count = len(found.pictures)
+        parts.append(Text.assemble(("figures  ", "dim"), f"{found.pictures[0].parent} ({count} PNG files)"))
+    return Group(*parts)
+
+
+def _table(comparison: Comparison) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1))
+    table.add_column("")
+    for heading in ("seeds", "A ↑", "S ↓", "P ↑"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    has_published = any(row.published for row in comparison.rows)
+    if has_published:
+        table.add_column("published A", justify="right", style="italic", no_wrap=True)
+    for row in comparison.rows:
+        cells = [str(row.metrics[name]) if name in row.metrics else "-" for name in ("A", "S", "P")]
+        if has_published:
+            marks = comparison.marks(row)
+            text = row.published.text("A") if row.published else None
+            cells.append(f"{text or '-'}{f' [{marks}]' if marks else ''}")
+        table.add_row(*(Text(cell) for cell in (row.title, str(row.num_seeds), *cells)))
+    return table
