@@ -5,7 +5,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dataprep.manifest import write_atomically
 from fastcssl.errors import UserError
+
+ENCODERS = "encoders"
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -53,3 +56,13 @@ def start_of(text: str) -> Path:
         known = f"that run has finished tasks {', '.join(there)}" if there else "no finished task was found there"
         raise UserError(f"--from {text}: give RUN@k, a run's folder and a task it has finished; {known}.")
     return path
+
+
+def adopt_encoders(start: Path, out: Path) -> None:
+    """The encoders up to the task of a checkpoint, from its run into the one that starts there: it has learnt them."""
+    task = int(start.stem.removeprefix("task-"))
+    for index in range(task + 1):
+        path = start.parent.parent / ENCODERS / f"task{index}.safetensors"
+        if path.is_file():
+            (out / ENCODERS).mkdir(parents=True, exist_ok=True)
+            write_atomically(out / ENCODERS / path.name, path.read_bytes())

@@ -37,7 +37,7 @@ from fastcssl.nets import save_encoder
 from fastcssl.online_probe import ParityProbe, probe
 from fastcssl.recipes import Recipe
 from fastcssl.run import Position, Run
-from fastcssl.runfolder import locked, set_aside, shared, start_of
+from fastcssl.runfolder import ENCODERS, adopt_encoders, locked, set_aside, shared, start_of
 from fastcssl.runlog import EpochReport, ProbeReport, RunLog, StepReport, TaskReport, read_reports
 from fastcssl.status import State, Status, write_status
 
@@ -167,6 +167,8 @@ class Session:
                 f"{self._data} is not the data that {path} was trained on: its manifest has changed. Give the same "
                 "data, or start over with another --out."
             )
+        if not name and self._leads:
+            adopt_encoders(path, self.out)
         self.position = Position(**self.state["position"])
         self.tasks_done = [TaskReport(**report) for report in self.state["tasks"]]
         self._accuracy = {report.task: dict(report.accuracy) for report in self.tasks_done}
@@ -322,7 +324,7 @@ class Session:
         if not self._leads:
             return
         config, view = self._config, self._config.views.probe_view()[0]
-        folder = self.out / "encoders"
+        folder = self.out / ENCODERS
         folder.mkdir(exist_ok=True)
         numbers = run.tasks[index]
         name = f"task{numbers[0]}" if len(numbers) == 1 else "joint"
@@ -362,7 +364,7 @@ class Session:
     def finished(self, step: int) -> Outcome:
         self._write_status("finished")
         if self._leads:
-            names = ("encoders", "metrics.jsonl", "config.json", "checkpoints")
+            names = (ENCODERS, "metrics.jsonl", "config.json", "checkpoints")
             found = verdict([task.stages for task in self.tasks_done], self._run.machine())
             where = [(name.partition(".")[0], self.out / name) for name in names]
             self.display.finish(self.tasks_done, where, found.sentence if found else "")

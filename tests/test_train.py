@@ -157,6 +157,11 @@ def test_another_strategy_starts_from_a_shared_task(tmp_path: Path, two_tasks: P
     outcome = run(tiny("moco", "pnr", epochs=1), two_tasks, tmp_path / "branch", start_from=f"{tmp_path}/shared@0")
     assert outcome.status == "finished" and len(outcome.tasks) == 2
     assert losses(tmp_path / "branch") == losses(tmp_path / "whole")[2:]
+    for task in (0, 1):  # its evaluation needs the first task's too
+        mine, same = (
+            load_file(tmp_path / folder / f"encoders/task{task}.safetensors") for folder in ("branch", "whole")
+        )
+        assert mine.keys() == same.keys() and all(torch.equal(mine[key], same[key]) for key in mine)
     with pytest.raises(CheckpointError, match=r"optim\.lr"):
         other = tiny("moco", "pnr", epochs=1)
         optim = dataclasses.replace(other.config.optim, lr=0.123)
