@@ -131,7 +131,7 @@ class Prediction:
 def predict(card: Card, tiles: Tiles, case: Case, mixes: Mapping[Sweep, LoopMix] | None = None) -> Prediction:
     tile = tiles.choose(case.num_rows, case.dim, case.storage, case.precision)
     done = work(card, tile, case, tiles.constants["MaxSplitKeys"])
-    rate = (card.half_flop_per_s if case.storage == "float16" else card.tf32_flop_per_s) * card.mma_share
+    rate = (card.tf32_flop_per_s if case.storage == "float32" else card.half_flop_per_s) * card.mma_share
     seconds = {
         "tensor": done.flop / rate,
         "memory": done.bytes / card.bytes_per_s,

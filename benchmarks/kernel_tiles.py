@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 HEADER = Path(__file__).parent.parent / "csrc" / "infonce" / "infonce_tiles.h"
-Storage = Literal["float16", "float32"]
+Storage = Literal["float16", "bfloat16", "float32"]
 Precision = Literal["high", "highest"]  # torch's words: operands rounded once, or kept whole as sums of several
 
 # Shared memory of a multiprocessor, by compute capability; a block takes one kB more than it asks for.
@@ -32,8 +32,8 @@ class Tile(NamedTuple):
         return self.stages * self.keys * self.dim * element + self.rows * (self.dim * query + 8 + 4)
 
     def products(self, storage: Storage, precision: Precision) -> int:
-        """Of parts of operands, for one of their own: 3xTF32, or queries and weights as two halves."""
-        return 1 if precision == "high" else 3 if storage == "float32" else 2
+        """Of parts of operands, for one of their own: 3xTF32; queries and weights as two float16 or three bfloat16."""
+        return 1 if precision == "high" else 2 if storage == "float16" else 3
 
     def tensor_instructions(self, storage: Storage, precision: Precision) -> int:
         """Of one warp for one tile of keys: both products, 16 x 8 results each, 16 halves or 8 TF32 numbers deep."""
