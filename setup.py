@@ -17,6 +17,9 @@ ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0"
 TORCH_FLOOR = "0x020d000000000000"  # 2.13: the stable ABI that the operators are compiled against
 FLAGS = ["-O3", "-std=c++17", "-Wall", "-Wextra", "-fvisibility=hidden"]
 PHOTOMETRIC = [f"csrc/views/photometric_{name}.cpp" for name in ("cpu", "avx2", "avx512")]
+INFONCE = [f"csrc/infonce/infonce_{name}.cpp" for name in ("op", "cpu", "avx2", "avx512", "portable")]
+# The kernels of infonce_cuda.cu may not be in the tree yet; infonce_op.cpp looks for the same file.
+KERNELS = [p for p in ("csrc/views/photometric_cuda.cu", "csrc/infonce/infonce_cuda.cu") if Path(p).exists()]
 
 
 def find_cuda() -> Path | None:
@@ -102,7 +105,7 @@ def ops() -> Extension:
     root = Path(torch.origin).parent
     return Extension(
         "fastcssl._ops",
-        ["csrc/ops.cpp", *PHOTOMETRIC, *(["csrc/views/photometric_cuda.cu"] if find_cuda() else [])],
+        ["csrc/ops.cpp", *PHOTOMETRIC, *INFONCE, *(KERNELS if find_cuda() else [])],
         include_dirs=["csrc"],
         define_macros=[("TORCH_TARGET_VERSION", TORCH_FLOOR), *([("FASTCSSL_WITH_CUDA", "1")] if find_cuda() else [])],
         libraries=["torch_cpu"],

@@ -12,35 +12,20 @@
 #include <limits>
 #include <memory>
 #include <new>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "refuse.h"
 #include "views/photometric.h"
 
 namespace {
 
+using fastcssl::refuse;
+using fastcssl::shape_of;
 using fastcssl::views::Normalisation;
 using fastcssl::views::OutType;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// What the user reads: the sentence alone, without the file and line that STD_TORCH_CHECK puts before it.
-template <class... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream text;
-  ((text << parts), ...);
-  throw std::runtime_error(text.str());
-}
-
-std::string shape_of(const Tensor& tensor) {
-  std::ostringstream text;
-  text << "[";
-  for (std::int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
-  text << "]";
-  return text.str();
-}
 
 struct Request {
   Tensor crops, columns;  // contiguous

@@ -1,4 +1,4 @@
-"""InfoNCE against banks of keys, in plain torch: its definition, and a sweep that never holds all the logits.
+"""InfoNCE against banks of keys, in plain torch: its definition, a sweep that never holds all the logits, and the ring.
 
 Row i has logits q_i.k_j / t_i over the bank rows that it may see, and s_i = q_i.positive_i / t_i. Its loss is the
 log-sum-exp of its denominator minus s_i. With l_i the log-sum-exp over the banks alone, and mean_i the mean of the keys
@@ -10,19 +10,22 @@ weighted by their softmax,
     w_i               sigmoid(l_i - s_i)             1
 
 so that one sweep over the banks, chunk by chunk with a running maximum, yields both, and backward is a scale.
-`ops.info_nce` chooses between the two and says what the arguments mean.
+`ops.info_nce` chooses between these and the compiled sweep, and says what the arguments mean.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Bank rows at a time. A CPU wants a chunk of logits to stay in its cache, a GPU wants few launches.
 CHUNK_CPU, CHUNK_GPU = 1024, 8192
+
+Parts = tuple[Tensor, Tensor, Tensor]  # loss_M, and its derivative by scaled_MD and by positive_MD where wanted
 
 
 def info_nce_torch(
@@ -36,8 +39,8 @@ def info_nce_torch(
     positive_in_denominator: bool = True,
 ) -> Tensor:
     """What `info_nce` means, by autograd. Banks without a gradient are copied: they may be written before backward."""
-    _check(query_MD, positive_MD, banks, temperature, filled, own_M)
-    dtype = _dtype(query_MD, positive_MD)
+    check(query_MD, positive_MD, banks, temperature, filled, own_M)
+    dtype = compute_dtype(query_MD, positive_MD)
     with torch.autocast(query_MD.device.type, enabled=False):
         positive_MD = positive_MD.to(dtype)
         scaled_MD = _over(query_MD.to(dtype), temperature)
@@ -64,26 +67,35 @@ def info_nce_chunked(
     chunk: int | None = None,
 ) -> Tensor:
     """The same in O(M D + M chunk) memory. Banks get no gradient, and may be written as soon as this returns."""
-    _check(query_MD, positive_MD, banks, temperature, filled, own_M)
+    check(query_MD, positive_MD, banks, temperature, filled, own_M)
+    size = chunk
+    if size is None:
+        size = CHUNK_CPU if query_MD.device.type == "cpu" else CHUNK_GPU
+    if size < 1:
+        raise ValueError(f"info_nce: chunk must be at least 1, but is {size}.")
+    counts = filled or [None] * len(banks)
+
+    def chunked(scaled_MD: Tensor, positive_MD: Tensor, wanted: list[bool]) -> Parts:
+        parts: Parts = _operator(scaled_MD, positive_MD, banks, counts, own_M, positive_in_denominator, size, wanted)
+        return parts
+
+    return info_nce_by(chunked, query_MD, positive_MD, banks, temperature)
+
+
+def info_nce_by(
+    operator: Callable[[Tensor, Tensor, list[bool]], Parts],
+    query_MD: Tensor,
+    positive_MD: Tensor,
+    banks: Sequence[Tensor],
+    temperature: float | Tensor,
+) -> Tensor:
+    """The losses of checked arguments by an operator that sweeps, with the gradients that it found."""
     if torch.is_grad_enabled() and any(bank.requires_grad for bank in banks):
-        raise ValueError("info_nce: a bank requires a gradient, which the chunked sweep has not; use impl='torch'.")
-    if chunk is None:
-        chunk = CHUNK_CPU if query_MD.device.type == "cpu" else CHUNK_GPU
-    if chunk < 1:
-        raise ValueError(f"info_nce: chunk must be at least 1, but is {chunk}.")
-    dtype = _dtype(query_MD, positive_MD)
+        raise ValueError("info_nce: a bank requires a gradient, which a sweep has not; use impl='torch'.")
+    dtype = compute_dtype(query_MD, positive_MD)
     scaled_MD = _over(query_MD.to(dtype), temperature)
     positive_MD = positive_MD.to(dtype)
-    parts = _operator(
-        scaled_MD.detach(),
-        positive_MD.detach(),
-        banks,
-        filled or [None] * len(banks),
-        own_M,
-        positive_in_denominator,
-        chunk,
-        [scaled_MD.requires_grad, positive_MD.requires_grad],
-    )
+    parts = operator(scaled_MD.detach(), positive_MD.detach(), [scaled_MD.requires_grad, positive_MD.requires_grad])
     loss_M: Tensor = _WithGradient.apply(scaled_MD, positive_MD, *parts)
     return loss_M
 
@@ -159,6 +171,20 @@ def _sweep_shape(scaled_MD: Tensor, positive_MD: Tensor, *arguments: Any) -> tup
     return scaled_MD.new_empty(len(scaled_MD)), by_scaled_MD, by_positive_MD
 
 
+@torch.no_grad()
+def enqueue_torch(bank_KD: Tensor, keys_GD: Tensor, pointer: Tensor, filled: Tensor, *, normalise: bool = True) -> None:
+    """What `ops.enqueue` means."""
+    size, count = len(bank_KD), len(keys_GD)
+    skipped = max(0, count - size)  # they would be overwritten at once
+    keys_GD = keys_GD[skipped:].to(torch.promote_types(keys_GD.dtype, torch.float32))
+    if normalise:
+        keys_GD = functional.normalize(keys_GD, dim=1)
+    place = (pointer + torch.arange(skipped, count, device=bank_KD.device)) % size
+    bank_KD.index_copy_(0, place, keys_GD.to(bank_KD.dtype))
+    pointer.add_(count).remainder_(size)
+    filled.add_(count).clamp_(max=size)
+
+
 def _visible(keys_KD: Tensor, first: int, count: Tensor | None, own_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The keys, zero where never filled (they may hold anything), and the mask of logits that do not count, if any."""
     if count is None and own_M is None:
@@ -177,7 +203,7 @@ def _logits(scaled_MD: Tensor, keys_KD: Tensor, hidden: Tensor | None) -> Tensor
     return logits_MK if hidden is None else logits_MK.masked_fill_(hidden, -math.inf)
 
 
-def _dtype(query_MD: Tensor, positive_MD: Tensor) -> torch.dtype:
+def compute_dtype(query_MD: Tensor, positive_MD: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (query_MD.dtype, positive_MD.dtype) else torch.float32
 
 
@@ -185,7 +211,7 @@ def _over(x_MD: Tensor, temperature: float | Tensor) -> Tensor:
     return x_MD / (temperature.to(x_MD.dtype)[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
-def _check(
+def check(
     query_MD: Tensor,
     positive_MD: Tensor,
     banks: Sequence[Tensor],
@@ -195,33 +221,33 @@ def _check(
 ) -> None:
     """Of shapes and types alone: to look at values would make a GPU wait."""
     if query_MD.dim() != 2 or query_MD.dtype not in FLOATS:
-        raise ValueError(f"info_nce: query must be [M, D] of floats, but is {_kind(query_MD)}.")
+        raise ValueError(f"info_nce: query must be [M, D] of floats, but is {kind(query_MD)}.")
     num_rows, dim = query_MD.shape
     if positive_MD.shape != query_MD.shape or positive_MD.dtype not in FLOATS:
-        raise ValueError(f"info_nce: positive must be floats {[num_rows, dim]} as query, but is {_kind(positive_MD)}.")
+        raise ValueError(f"info_nce: positive must be floats {[num_rows, dim]} as query, but is {kind(positive_MD)}.")
     if isinstance(banks, Tensor) or not banks:
         raise ValueError("info_nce: banks must be a sequence of at least one [K, D] tensor.")
     for number, bank in enumerate(banks):
         if bank.dim() != 2 or bank.shape[1] != dim or bank.dtype not in FLOATS:
-            raise ValueError(f"info_nce: bank {number} must be floats [K, {dim}], but is {_kind(bank)}.")
+            raise ValueError(f"info_nce: bank {number} must be floats [K, {dim}], but is {kind(bank)}.")
     if filled is not None and len(filled) != len(banks):
         raise ValueError(f"info_nce: filled must have one entry for each of {len(banks)} banks, but has {len(filled)}.")
     for number, count in enumerate(filled or ()):
         if count is not None and (count.dim() != 0 or count.dtype != torch.int64):
-            raise ValueError(f"info_nce: filled[{number}] must be None or a 0-d int64 tensor, but is {_kind(count)}.")
+            raise ValueError(f"info_nce: filled[{number}] must be None or a 0-d int64 tensor, but is {kind(count)}.")
     if own_M is not None and (own_M.shape != (num_rows,) or own_M.dtype != torch.int64):
-        raise ValueError(f"info_nce: own must be int64 [{num_rows}], a column for each row, but is {_kind(own_M)}.")
+        raise ValueError(f"info_nce: own must be int64 [{num_rows}], a column for each row, but is {kind(own_M)}.")
     for name, tensor in (("positive", positive_MD), ("own", own_M), *((f"bank {i}", b) for i, b in enumerate(banks))):
         if tensor is not None and tensor.device != query_MD.device:
             raise ValueError(f"info_nce: {name} is on {tensor.device}, but query on {query_MD.device}.")
     if isinstance(temperature, Tensor):
         if temperature.shape != (num_rows,) or temperature.dtype not in FLOATS:
             raise ValueError(
-                f"info_nce: temperature must be a number or floats [{num_rows}], but is {_kind(temperature)}."
+                f"info_nce: temperature must be a number or floats [{num_rows}], but is {kind(temperature)}."
             )
     elif not 0 < temperature < math.inf:
         raise ValueError(f"info_nce: temperature must be positive, but is {temperature}.")
 
 
-def _kind(tensor: Tensor) -> str:
+def kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

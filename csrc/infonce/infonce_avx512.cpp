@@ -1,0 +1,43 @@
+// infonce_kernel.h for AVX-512 F, BW, DQ and VL. The pragma follows the standard headers and everything below is in an anonymous
+// namespace, so that no function shared with other files is compiled for instructions that may be missing.
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "infonce/infonce_cpu.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#else
+// GCC 12 warns of its own intrinsics, which leave a masked-out operand undefined (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
+
+#include "vector_avx512.h"
+// After the vector layer.
+#include "infonce_kernel.h"
+
+namespace fastcssl::infonce {
+
+void sweep_avx512(const Sweep& sweep) { run(sweep); }
+
+}  // namespace fastcssl::infonce
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+
+namespace fastcssl::infonce {
+
+// Never chosen: infonce_cpu.cpp asks the processor first.
+void sweep_avx512(const Sweep&) {}
+
+}  // namespace fastcssl::infonce
+
+#endif
