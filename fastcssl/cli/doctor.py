@@ -9,7 +9,8 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from fastcssl.doctor import Section
+from fastcssl import __version__
+from fastcssl.doctor import REINSTALL, Section, failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Console(stderr=True).status("") as status:
         import torch
 
-        from fastcssl.doctor.build import about
         from fastcssl.doctor.show import show_section, show_verdict
 
         has_gpu = torch.cuda.is_available()
+        about = f"fastcssl {__version__}, torch {torch.__version__}"
         if not options.json:
-            console.print(about(), highlight=False)
+            console.print(about, highlight=False)
         sections: list[Section] = []
         for title, look in _looks(options, has_gpu):
             status.update(title)
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 show_section(console, sections[-1])
     is_well = all(finding.status != "failed" for section in sections for finding in section.findings)
     if options.json:
-        found = {"about": about(), "gpu": has_gpu, "well": is_well, "sections": [each.as_json() for each in sections]}
+        found = {"about": about, "gpu": has_gpu, "well": is_well, "sections": [each.as_json() for each in sections]}
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         show_verdict(console, sections, has_gpu=has_gpu)
@@ -53,9 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _looks(options: Options, has_gpu: bool) -> Iterator[tuple[str, Callable[[], Section]]]:
-    from fastcssl.doctor import build, gpus, machine, operators, packages, races, suite, timings
+    from fastcssl.doctor import gpus, machine, packages
 
     yield "machine", lambda: machine.machine(options.data)
+    try:
+        from fastcssl.doctor import build, operators, races, timings
+    except (ImportError, OSError) as error:  # what those look at cannot even be loaded
+        reason = str(error).partition("\n")[0]
+        broken = failed("operators", f"fastcssl's compiled part does not load: {reason}", REINSTALL)
+        yield "build", lambda: Section("Build", (broken,))
+        return
     yield "build", build.build
     yield "packages", packages.packages
     yield "GPUs", gpus.gpus
@@ -65,6 +73,8 @@ def _looks(options: Options, has_gpu: bool) -> Iterator[tuple[str, Callable[[], 
         yield "races", races.races
         yield "speed", timings.timings
     if options.full:
+        from fastcssl.doctor import suite
+
         yield "tests/gpu", suite.suite
 
 

@@ -45,6 +45,9 @@ def failed(name: str, text: str, remedy: str) -> Finding:
     return Finding(name, "failed", text, remedy)
 
 
+REINSTALL = (
+    "Reinstall with a C++ compiler and libjpeg-dev: pip install --no-build-isolation --force-reinstall fastcssl."
+)
 REPORT_IT = "This should not happen: please report it, with the output of fastcssl-doctor --json."
 
 

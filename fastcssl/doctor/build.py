@@ -10,13 +10,8 @@ from types import ModuleType
 
 import torch
 
-import fastcssl
 from fastcssl import ops
-from fastcssl.doctor import Finding, Section, failed, look, note, ok
-
-REINSTALL = (
-    "Reinstall with a C++ compiler and libjpeg-dev: pip install --no-build-isolation --force-reinstall fastcssl."
-)
+from fastcssl.doctor import REINSTALL, Finding, Section, failed, look, note, ok
 
 
 def build() -> Section:
@@ -71,16 +66,13 @@ def engine() -> Finding:
     return ok("engine", f"the native loader is there; its photometry runs on {module.photometric_isa()}")
 
 
-def operators() -> Iterator[Finding]:
-    missing = ops.missing("cpu")
+def operators() -> Finding:
+    missing = ops.missing("cpu") or ops.missing("cpu", "info_nce_sweep")
     if missing:
-        yield failed("operators", f"{missing}", REINSTALL)
-        return
+        return failed("operators", missing, REINSTALL)
     devices = [device for device in ("cpu", "cuda") if ops.missing(device) is None]
-    yield ok("operators", f"for {' and '.join(devices)}; photometry on {ops.photometric_isa()}")
-    isa = getattr(ops, "info_nce_isa", None)
-    if isa is not None:
-        yield ok("contrastive sweep", f"runs on {isa()} on this CPU")
+    isas = f"photometry runs on {ops.photometric_isa()}, the contrastive sweep on {ops.info_nce_isa()}"
+    return ok("operators", f"for {' and '.join(devices)}; on this CPU {isas}")
 
 
 def compiler() -> Finding:
@@ -128,7 +120,3 @@ def cuda_build() -> Iterator[Finding]:
 
 def _named(architectures: str) -> str:
     return ", ".join(f"sm_{each}" for each in architectures.split(";"))
-
-
-def about() -> str:
-    return f"fastcssl {fastcssl.__version__}, torch {torch.__version__}"

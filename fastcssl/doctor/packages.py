@@ -20,12 +20,14 @@ class Optional(NamedTuple):
     module: str
     is_for: str
     install: str
+    is_native: bool = False  # loads libraries that may not fit this system
 
 
 OPTIONAL = (
     Optional("FFCV", "ffcv", "ffcv", "--loader ffcv", "apt-get install libopencv-dev libturbojpeg0-dev "
-             "pkg-config, then pip install 'fastcssl[ffcv]'"),
-    Optional("DALI", "nvidia-dali-cuda130", "nvidia.dali", "--loader dali", "pip install 'fastcssl[dali]'"),
+             "pkg-config, then pip install 'fastcssl[ffcv]'", is_native=True),
+    Optional("DALI", "nvidia-dali-cuda130", "nvidia.dali", "--loader dali", "pip install 'fastcssl[dali]'",
+             is_native=True),
     Optional("timm", "timm", "timm", "encoders of timm", "pip install 'fastcssl[timm]'"),
     Optional("TensorBoard", "tensorboard", "tensorboard", "--run.tensorboard", "pip install tensorboard"),
 )  # fmt: skip
@@ -55,7 +57,9 @@ def optional(package: Optional) -> Finding:
     version = _version(package.distribution)
     if version is None and not _is_there(package.module):
         return note(package.name, f"not installed; {package.is_for} needs it", f"If wanted: {package.install}.")
-    # In a process of its own: such packages load libraries that can take the interpreter down with them.
+    if not package.is_native:
+        return ok(package.name, f"{version or 'some version'}; for {package.is_for}")
+    # In a process of its own: what it loads can take the interpreter down with it.
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"import {package.module}"], capture_output=True, text=True, timeout=120
     )

@@ -173,8 +173,9 @@ class TwoGemms:
         return mean_ND[:, 0], mean_ND
 
 
-def oracle(given: Problem, rows: int = 16) -> Answer:
-    """In float64, on the very numbers that the banks hold; a few rows at a time."""
+def oracle(given: Problem, rows: int | None = None) -> Answer:
+    """In float64, on the very numbers that the banks hold; `rows` at a time, or what makes 32 MB of logits."""
+    rows = rows or max(1, (4 << 20) // max(1, given.num_keys))
     keys_KD = torch.cat([bank.double() for bank in given.banks])
     losses, gradients = [], []
     for first in range(0, len(given.query_ND), rows):

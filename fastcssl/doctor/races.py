@@ -14,9 +14,7 @@ from fastcssl.doctor import operators, peers
 for dtype in (torch.float32, torch.float16):
     given = peers.problem(72, 128, (300, 70), dtype=dtype, device="cuda")
     peers.ours()(given)
-ring = operators.Bank(40, 128, view=0)
-ring.to(torch.device("cuda"))
-operators.push(ring, torch.randn(16, 128, device="cuda"))
+assert operators.enqueue("cuda").status == "ok"
 torch.cuda.synchronize()
 print("finished")
 """
@@ -39,7 +37,7 @@ def sanitized(limit_seconds: float = 600) -> Iterator[Finding]:
             yield note(kind, f"no end after {limit_seconds:.0f} s", f"By hand: {tool} --tool {kind} python ...")
             continue
         if done.returncode == 9:
-            said = [line for line in done.stdout.splitlines() if "=========" in line][:2]
+            said = [line for line in done.stdout.splitlines() if "=====" in line][:2]
             yield failed(kind, " ".join(said).replace("=", "").strip() or "found errors", REPORT_IT)
         elif done.returncode or "finished" not in done.stdout:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]

@@ -18,7 +18,7 @@ def show_section(console: Console, section: Section) -> None:
     console.print(Text(section.title, style="bold"))
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, min_width=1 if console.is_terminal else 6)
-    table.add_column(no_wrap=True, min_width=18, style="bold")
+    table.add_column(no_wrap=True, min_width=20, style="bold")
     table.add_column(overflow="fold")
     for finding in section.findings:
         table.add_row(_mark(console, finding), finding.name, _text(finding))

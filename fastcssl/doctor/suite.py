@@ -29,13 +29,13 @@ def full(tests: Path | None = None) -> Finding:
         )
     if importlib.util.find_spec("pytest") is None:
         return failed("tests/gpu", "pytest is not installed", "pip install pytest")
-    command = [sys.executable, "-m", "pytest", str(tests), "-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", str(tests), "-m", "gpu", "-q", "-rfs", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tests.parent.parent, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     if done.returncode == 1:
         broken = [line.removeprefix("FAILED ") for line in done.stdout.splitlines() if line.startswith("FAILED ")]
         first = f"; first: {broken[0]}" if broken else ""
-        return failed("tests/gpu", f"{last}{first}", f"See it whole: {' '.join(command[1:])}.")
+        return failed("tests/gpu", f"{last}{first}", f"See it whole: python {' '.join(command[1:])}")
     if done.returncode:
         said = (done.stderr.strip() or last).splitlines()[-1]
         return failed("tests/gpu", f"pytest could not run them: {said}", "pip install -e '.[dev]' in the repository.")

@@ -26,7 +26,7 @@ def contrastive(rows: int = ROWS, banks: tuple[int, ...] = BANKS, device: str = 
         "eager, as in MoCo": peers.eager_moco,
         "torch.compile": peers.compiled(),
         "flash attention, V = K": peers.flash,
-        "ours": peers.ours(),
+        "ours": peers.ours(device),
     }
     times: dict[str, list[float]] = {}
     for name, contender in contenders.items():
