@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fastcssl import ops
+
 AtTaskStart = Literal["keep", "reset", "prefill"]
 Initial = Literal["empty", "random"]
 
@@ -73,8 +75,9 @@ class FrozenCopy:
 class Bank:
     """A ring of the last `size` keys of one view, unit length, the same on every rank.
 
-    `push` is its only writer. The pointer and the count of rows ever written stay on the device, so that nothing waits
-    for the host. `initial="random"`: it starts full of random directions, as the references' queues do.
+    Its writers are `push` and the sweep that reads it (`ops.info_nce_enqueue`). The pointer and the count of rows ever
+    written stay on the device, so that nothing waits for the host. `initial="random"`: it starts full of random
+    directions, as the references' queues do.
     """
 
     def __init__(
@@ -105,16 +108,9 @@ class Bank:
             self.rows_KD.copy_(functional.normalize(drawn_KD, dim=1))
             self.filled.fill_(len(self.rows_KD))
 
-    @torch.no_grad()
     def push(self, keys_GD: Tensor) -> None:
         """Writes the newest keys, gathered over ranks, over the oldest. Any number of them; the last ones stay."""
-        size, count = len(self.rows_KD), len(keys_GD)
-        skipped = max(0, count - size)  # they would be overwritten at once
-        place = (self.pointer + torch.arange(skipped, count, device=self.rows_KD.device)) % size
-        keys_GD = functional.normalize(keys_GD[skipped:].to(torch.promote_types(keys_GD.dtype, torch.float32)), dim=1)
-        self.rows_KD.index_copy_(0, place, keys_GD.to(self.rows_KD.dtype))
-        self.pointer.add_(count).remainder_(size)
-        self.filled.add_(count).clamp_(max=size)
+        ops.enqueue(self.rows_KD, keys_GD, self.pointer, self.filled)
 
     def to(self, device: torch.device) -> None:
         self.rows_KD, self.pointer, self.filled = (x.to(device) for x in (self.rows_KD, self.pointer, self.filled))

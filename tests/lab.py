@@ -1,4 +1,4 @@
-"""A small bench for any method under any strategy: a tiny network, prepared data for replay, float64 throughout."""
+"""A small bench for any method under any strategy: a tiny network, prepared data for replay, float64 unless asked."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -77,12 +77,15 @@ class Lab:
         method_config: dict[str, Any] | None = None,
         strategy_config: dict[str, Any] | None = None,
         encoder: nn.Module | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.world = world or World()
         setting = Setting(world=self.world, seed=3)
         config = dataclasses.replace(small(methods.find(method).Config()), **(method_config or {}))
         self.method: Method = methods.build(config, encoder or small_encoder(), setting)
-        as_float64(self.method)
+        self.dtype = dtype
+        if dtype == torch.float64:
+            as_float64(self.method)
         own = strategies.find(strategy).Config(**(strategy_config or {}))
         self.strategy: Strategy = strategies.build(own, setting)
         if isinstance(self.strategy, Distilling):
@@ -117,7 +120,9 @@ class Lab:
     def backward(self, inputs: Inputs | None = None) -> dict[str, Tensor]:
         """Gradients of the next batch."""
         self.step.zero_grad()
-        terms: dict[str, Tensor] = self.wrapped(inputs or next(self.inputs))
+        inputs = inputs or next(self.inputs)
+        inputs = dataclasses.replace(inputs, views=tuple(view.to(self.dtype) for view in inputs.views))
+        terms: dict[str, Tensor] = self.wrapped(inputs)
         torch.stack(list(terms.values())).sum().backward()
         return {name: value.detach() for name, value in terms.items()}
 

@@ -14,11 +14,11 @@ import torchvision
 from rich.console import Console
 from safetensors.torch import load_file
 from small_runs import lines, losses, prepared, run, tiny
+from torch import Tensor
 
-from fastcssl import checkpoint, nets
+from fastcssl import checkpoint, nets, ops
 from fastcssl.checkpoint import CheckpointError
 from fastcssl.config import ExpectConfig
-from fastcssl.copies import Bank
 from fastcssl.errors import Diverged, UserError
 from fastcssl.methods import BankConfig
 from fastcssl.session import Session
@@ -112,8 +112,13 @@ def test_micro_batches_push_each_and_step_once(
     tmp_path: Path, two_tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pushed: list[int] = []
-    push = Bank.push
-    monkeypatch.setattr(Bank, "push", lambda self, keys: (pushed.append(len(keys)), push(self, keys))[1])
+    fused = ops.info_nce_enqueue
+
+    def record(*arguments: Any, **options: Any) -> Tensor:
+        pushed.extend(len(keys) for keys in arguments[4])
+        return fused(*arguments, **options)
+
+    monkeypatch.setattr(ops, "info_nce_enqueue", record)
     run(tiny("moco", "finetune", accumulate=4, epochs=1, only_task=0), two_tasks, tmp_path / "run")
     assert pushed == [4] * 4 * 2 * 2  # four parts of a batch, two views, two steps
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]

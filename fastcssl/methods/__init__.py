@@ -14,9 +14,10 @@ import importlib
 import math
 import pkgutil
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,9 @@ class Embeddings:
     label: Tensor | None = None
 
 
+Push = tuple[Bank, Tensor]  # a bank, and the keys [G, D] that go there once it was swept
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
     """Rows of a contrastive loss that share their negatives. See `ops.info_nce` for what they mean."""
@@ -61,16 +65,19 @@ class Rows:
     own_M: Tensor | None = None  # the key that row i must not see, in each of `keys`
     positive_in_denominator: bool = True
 
-    def loss_M(self) -> Tensor:
-        return ops.info_nce(
-            self.query_MD,
-            self.positive_MD,
-            self.keys,
-            self.temperature,
-            filled=self.filled,
-            own_M=self.own_M,
-            positive_in_denominator=self.positive_in_denominator,
-        )
+    def loss_M(self, pushes: Sequence[Push | None] = ()) -> Tensor:
+        """`pushes`, one for each of `keys`: the bank whose rows they are, and what it is given after the sweep."""
+        arguments = (self.query_MD, self.positive_MD, self.keys, self.temperature)
+        options: dict[str, Any] = {
+            "filled": self.filled,
+            "own_M": self.own_M,
+            "positive_in_denominator": self.positive_in_denominator,
+        }
+        if not pushes:
+            return ops.info_nce(*arguments, **options)
+        new = [None if push is None else push[1] for push in pushes]
+        pointers = [None if push is None else push[0].pointer for push in pushes]
+        return ops.info_nce_enqueue(*arguments, new, pointers, **options)
 
     def stacked(self, query_MD: Tensor, positive_MD: Tensor, temperature: float) -> "Rows":
         """These rows, and as many others under them against the same negatives."""
@@ -108,6 +115,7 @@ class BankConfig:
     size: int = 65536  # rows; the "queue size" of the papers
     at_task_start: AtTaskStart = "keep"
     initial: Initial = "empty"  # or full of random directions, as in the references
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # what keys are rounded to; half of the memory
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -162,8 +170,20 @@ class Method(nn.Module):
         """What PNR subtracts, as often as it adds `align`: how far p is from the pseudo-negatives f."""
         return self.align(p, f)
 
+    def keys(self, e: Embeddings) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """What each of the banks is given of a batch, gathered over ranks."""
+        return ()
+
     def remember(self, e: Embeddings) -> None:
         """After the sweep of each batch: keys go to the banks."""
+        for bank, keys_GD in zip(self.banks, self.keys(e), strict=True):
+            bank.push(keys_GD)
+
+    def loss_then_remember(self, e: Embeddings) -> Tensor:
+        """The two in one, for methods that sweep the banks they write."""
+        loss = self.loss(e)
+        self.remember(e)
+        return loss
 
     def after_step(self, step: int, num_steps: int) -> None:
         """After each step of the optimiser, counted from 0 within the task."""
@@ -181,8 +201,10 @@ def ema_momentum(base: float, final: float, step: int, num_steps: int) -> float:
     return final - (final - base) * (math.cos(math.pi * step / max(1, num_steps)) + 1) / 2
 
 
-def contrast(groups: list[Rows]) -> Tensor:
-    return torch.stack([rows.loss_M().mean() for rows in groups]).mean()
+def contrast(groups: list[Rows], pushes: Sequence[Sequence[Push]] = ()) -> Tensor:
+    """The mean over groups; `pushes`: those of each group's sweep."""
+    losses = [rows.loss_M(then) for rows, then in zip(groups, pushes or [()] * len(groups), strict=True)]
+    return torch.stack([loss_M.mean() for loss_M in losses]).mean()
 
 
 GROUP = "fastcssl.methods"

@@ -38,7 +38,14 @@ class Moco(Method):
         self.config = config
         self.slow = EmaCopy(self.online)
         self.banks = tuple(
-            Bank(config.bank.size, config.dim, view=view, initial=config.bank.initial, seed=2 * setting.seed + view)
+            Bank(
+                config.bank.size,
+                config.dim,
+                view=view,
+                initial=config.bank.initial,
+                seed=2 * setting.seed + view,
+                dtype=getattr(torch, config.bank.dtype),
+            )
             for view in (0, 1)
         )
         self.copies = {"slow": self.slow, "bank0": self.banks[0], "bank1": self.banks[1]}
@@ -66,9 +73,12 @@ class Moco(Method):
     def align(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...]) -> Tensor:
         return symmetric_contrast(torch.cat(p), torch.cat(f), self.config.align_temperature, self.world)
 
-    def remember(self, e: Embeddings) -> None:
-        for bank, keys_ND in zip(self.banks, e.target, strict=True):
-            bank.push(self.world.gather_keys(keys_ND))
+    def keys(self, e: Embeddings) -> tuple[Tensor, ...]:
+        return tuple(self.world.gather_keys(keys_ND) for keys_ND in e.target)
+
+    def loss_then_remember(self, e: Embeddings) -> Tensor:
+        first, second = zip(self.banks, self.keys(e), strict=True)
+        return contrast(self.rows(e), [(second,), (first,)])  # a view's queries sweep the bank of the other
 
     def after_step(self, step: int, num_steps: int) -> None:
         self.slow.update(self.online, ema_momentum(self.config.ema_base, self.config.ema_final, step, num_steps))

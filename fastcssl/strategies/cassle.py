@@ -31,10 +31,9 @@ class Cassle(Distilling):
 
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
         e = method(inputs)
-        terms = {"loss": method.loss(e)}
+        terms = {"loss": method.loss_then_remember(e)}
         if self.frozen is not None:
             terms["align"] = self.config.weight * method.align(self.predictions(e.z), self.frozen_embeddings(inputs))
-        method.remember(e)
         return terms
 
     def lr_scale(self, method: Method) -> float:

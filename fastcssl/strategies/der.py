@@ -83,12 +83,11 @@ class Der(Strategy):
         # First of all, as torch.compile cannot look into it: nothing with a gradient is then cut in two.
         replayed = self.replay.next(inputs) if self._later else None
         e = method(inputs)
-        terms = {"loss": method.loss(e)}
+        terms = {"loss": method.loss_then_remember(e)}
         if replayed is not None:
             _, z_ND = method.online(replayed.views[0])
             stored_ND = self.replay.z_BD[torch.searchsorted(self.replay.id_B, replayed.id)]
             terms["replay"] = self.config.alpha * (z_ND - stored_ND).square().sum(dim=1).mean()
-        method.remember(e)
         return terms
 
     def end_task(self, task: Task, method: Method) -> None:

@@ -81,10 +81,9 @@ class Ewc(Strategy):
 
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
         e = method(inputs)
-        terms = {"loss": method.loss(e)}
+        terms = {"loss": method.loss_then_remember(e)}
         if self._later:
             terms["penalty"] = self.config.weight / 2 * self.importance.penalty(_flat(_trained(method.online)))
-        method.remember(e)
         return terms
 
     def end_task(self, task: Task, method: Method) -> None:

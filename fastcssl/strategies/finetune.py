@@ -19,10 +19,7 @@ class Finetune(Strategy):
     Config: ClassVar[type[StrategyConfig]] = FinetuneConfig
 
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
-        e = method(inputs)
-        terms = {"loss": method.loss(e)}
-        method.remember(e)
-        return terms
+        return {"loss": method.loss_then_remember(method(inputs))}
 
 
 STRATEGY = Finetune

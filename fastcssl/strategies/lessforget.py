@@ -41,11 +41,10 @@ class Lessforget(Strategy):
 
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
         e = method(inputs)
-        terms = {"loss": method.loss(e)}
+        terms = {"loss": method.loss_then_remember(e)}
         if self.frozen is not None:
             away = [1 - cosine(h_NF, self.frozen(view)) for h_NF, view in zip(e.h, inputs.views, strict=True)]
             terms["features"] = self.config.weight * torch.stack(away).mean()
-        method.remember(e)
         return terms
 
 

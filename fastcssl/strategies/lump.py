@@ -55,20 +55,14 @@ class Lump(Strategy):
 
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
         if not self._later:
-            e = method(inputs)
-            terms = {"loss": method.loss(e)}
-        else:
-            share, replayed = self._drawn(inputs), self.replay.next(inputs)
-            views = tuple(
-                torch.lerp(b, x, share.to(x.dtype)) for x, b in zip(inputs.views, replayed.views, strict=True)
-            )
-            e = method(changed(inputs, views=views))
-            loss = method.loss(e)
-            if method.supervised:
-                loss = share * loss + (1 - share) * method.loss(changed(e, label=replayed.label))
-            terms = {"loss": loss}
-        method.remember(e)
-        return terms
+            return {"loss": method.loss_then_remember(method(inputs))}
+        share, replayed = self._drawn(inputs), self.replay.next(inputs)
+        views = tuple(torch.lerp(b, x, share.to(x.dtype)) for x, b in zip(inputs.views, replayed.views, strict=True))
+        e = method(changed(inputs, views=views))
+        if not method.supervised:
+            return {"loss": method.loss_then_remember(e)}
+        by_other = (1 - share) * method.loss(changed(e, label=replayed.label))
+        return {"loss": share * method.loss_then_remember(e) + by_other}
 
     def end_task(self, task: Task, method: Method) -> None:  # noqa: ARG002
         self.replay.close()

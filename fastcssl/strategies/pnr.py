@@ -16,6 +16,7 @@ other view's frozen embedding does. `exclude_same_label` hides them, the row's o
 L1, which keeps its positives in the denominator as SupCon's loss has them, and both models' from L2.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from fastcssl.copies import Bank
 from fastcssl.errors import UserError
 from fastcssl.losses import contrast_among, unit, with_negative
-from fastcssl.methods import Embeddings, Inputs, Method, Rows
+from fastcssl.methods import Embeddings, Inputs, Method, Push, Rows
 from fastcssl.strategies import Distilling, Frozen, StrategyConfig, Task
 
 Form = Literal["code", "paper"]
@@ -70,28 +71,27 @@ class Pnr(Distilling):
         if method.banks and not self.banks:
             like = method.banks[0]
             self.banks = tuple(
-                Bank(*like.rows_KD.shape, view=view, initial=like.initial, seed=like.seed + 2 + view)
+                Bank(
+                    *like.rows_KD.shape,
+                    view=view,
+                    initial=like.initial,
+                    seed=like.seed + 2 + view,
+                    dtype=like.rows_KD.dtype,
+                )
                 for view in range(len(method.banks))
             )
             for bank in self.banks:
-                bank.rows_KD = bank.rows_KD.to(like.rows_KD.dtype)
                 bank.to(like.rows_KD.device)
                 self.copies[f"frozen_bank{bank.view}"] = bank
 
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
         e = method(inputs)
         if self.frozen is None:
-            terms = {"loss": method.loss(e)}
-        else:
-            p, f = self.predictions(e.z), self.frozen_embeddings(inputs)
-            if method.contrastive:
-                terms = self._contrastive(method, e, tuple(map(unit, p)), tuple(map(unit, f)))
-            else:
-                terms = self._other(method, e, p, f)
-            for bank in self.banks:
-                bank.push(self.world.gather_keys(f[bank.view]))
-        method.remember(e)
-        return terms
+            return {"loss": method.loss_then_remember(e)}
+        p, f = self.predictions(e.z), self.frozen_embeddings(inputs)
+        if method.contrastive:
+            return self._contrastive(method, e, tuple(map(unit, p)), tuple(map(unit, f)))
+        return self._other(method, e, p, f)
 
     # ---- Methods with negatives --------------------------------------------------------------------------------------
 
@@ -100,9 +100,12 @@ class Pnr(Distilling):
     ) -> dict[str, Tensor]:
         if not method.banks:
             pairs = [self._in_batch(method, e, torch.cat(p), torch.cat(f))]
+            method.remember(e)
         elif self.config.form == "code":
+            mine, frozen = self._pushes(method, e, f)
             pairs = [
-                self._sweep(rows, self.banks[1 - view], p[view], f[view]) for view, rows in enumerate(method.rows(e))
+                self._sweep(rows, mine[1 - view], frozen[1 - view], p[view], f[view])
+                for view, rows in enumerate(method.rows(e))
             ]
         else:
             pairs = [self._paper_form(method, e, p, f)]
@@ -112,9 +115,15 @@ class Pnr(Distilling):
             "stability": torch.stack([loss_M.mean() for loss_M in stability]).mean(),
         }
 
-    def _sweep(self, rows: Rows, frozen_bank: Bank, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
+    def _pushes(self, method: Method, e: Embeddings, f: tuple[Tensor, ...]) -> tuple[list[Push], list[Push]]:
+        """What the last sweep of each bank writes there: of the current model's banks, and of the frozen one's."""
+        frozen = [(bank, self.world.gather_keys(f[bank.view])) for bank in self.banks]
+        return list(zip(method.banks, method.keys(e), strict=True)), frozen
+
+    def _sweep(self, rows: Rows, mine: Push, frozen: Push, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
         """One view's rows and ours against the current and the frozen bank."""
-        return self._both(rows, (frozen_bank.rows_KD,), (frozen_bank.filled,), p_MD, f_MD)
+        bank, _ = frozen
+        return self._both(rows, (bank.rows_KD,), (bank.filled,), p_MD, f_MD, [mine], [frozen])
 
     def _in_batch(self, method: Method, e: Embeddings, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
         """Views stacked: the negatives are all other current and all other frozen embeddings of the batch."""
@@ -147,14 +156,19 @@ class Pnr(Distilling):
         frozen_filled: tuple[Tensor | None, ...],
         p_MD: Tensor,
         f_MD: Tensor,
+        mine: Sequence[Push] = (),
+        frozen: Sequence[Push] = (),
     ) -> tuple[Tensor, Tensor]:
-        """L1 and L2, a value a row. One sweep when they share their negatives."""
+        """L1 and L2, a value a row. One sweep when they share their negatives. The last sweep of a bank writes it.
+
+        `mine`, `frozen`: what goes to the banks that `rows` sees and to those of the frozen keys.
+        """
         keys, filled = rows.keys + frozen_keys, rows.filled + frozen_filled
-        config, num_rows = self.config, len(rows.query_MD)
+        config, num_rows, pushes = self.config, len(rows.query_MD), (*mine, *frozen)
         if config.pn1 and config.pn2:
-            loss_M = _against(rows, keys, filled).stacked(p_MD, f_MD, config.temperature).loss_M()
+            loss_M = _against(rows, keys, filled).stacked(p_MD, f_MD, config.temperature).loss_M(pushes)
             return loss_M[:num_rows], loss_M[num_rows:]
-        mine = _against(rows, keys, filled) if config.pn1 else rows
+        l1 = _against(rows, keys, filled) if config.pn1 else rows
         other = _against(rows, keys, filled) if config.pn2 else _against(rows, frozen_keys, frozen_filled)
         l2 = Rows(
             query_MD=p_MD,
@@ -165,7 +179,12 @@ class Pnr(Distilling):
             own_M=rows.own_M,
             positive_in_denominator=rows.positive_in_denominator,
         )
-        return mine.loss_M(), l2.loss_M()
+        if config.pn1:
+            l2_M = l2.loss_M()
+            return l1.loss_M(pushes), l2_M
+        if config.pn2:
+            return l1.loss_M(), l2.loss_M(pushes)
+        return l1.loss_M(mine), l2.loss_M(frozen)
 
     def _paper_form(
         self, method: Method, e: Embeddings, p: tuple[Tensor, ...], f: tuple[Tensor, ...]
@@ -185,7 +204,8 @@ class Pnr(Distilling):
         )
         p_MD, f_MD, other_MD = torch.cat(p), torch.cat(f), torch.cat(f[::-1])
         frozen_keys, frozen_filled = zip(*((bank.rows_KD, bank.filled) for bank in self.banks), strict=True)
-        l1_M, swept_M = self._both(rows, frozen_keys, frozen_filled, p_MD, other_MD)
+        mine, frozen = self._pushes(method, e, f)
+        l1_M, swept_M = self._both(rows, frozen_keys, frozen_filled, p_MD, other_MD, mine[::-1], frozen)
         if self.config.pn1:
             pull_M = (rows.query_MD * rows.positive_MD).sum(1) / rows.temperature
             push_M = (rows.query_MD * other_MD).sum(1) / rows.temperature
@@ -196,7 +216,7 @@ class Pnr(Distilling):
     # ---- Methods without ---------------------------------------------------------------------------------------------
 
     def _other(self, method: Method, e: Embeddings, p: tuple[Tensor, ...], f: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        terms = {"loss": method.loss(e), "align": self.config.align_weight * method.align(p, f)}
+        terms = {"loss": method.loss_then_remember(e), "align": self.config.align_weight * method.align(p, f)}
         if self.config.pn2:
             terms["repel"] = -self.config.weight * method.repel(p, f[::-1], self.config.form)
         return terms
