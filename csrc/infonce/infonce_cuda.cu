@@ -63,14 +63,16 @@ void choose_kernel(Launch& launch, Type type, Precision precision, const Rows& r
   const bool exact = precision == Precision::tf32x3, few = rows.num_rows <= kFewRows;
   switch (type) {
     case Type::float32:
-      return exact ? choose_dim<float, true, false>(launch, rows.dim) : choose_dim<float, false, false>(launch, rows.dim);
+      if (exact) return choose_dim<float, true, false>(launch, rows.dim);
+      return choose_dim<float, false, false>(launch, rows.dim);
     case Type::float16:
       if (exact) return choose_dim<__half, true, false>(launch, rows.dim);
-      return few ? choose_dim<__half, false, true>(launch, rows.dim) : choose_dim<__half, false, false>(launch, rows.dim);
+      if (few) return choose_dim<__half, false, true>(launch, rows.dim);
+      return choose_dim<__half, false, false>(launch, rows.dim);
     case Type::bfloat16:
       if (exact) return choose_dim<__nv_bfloat16, true, false>(launch, rows.dim);
-      return few ? choose_dim<__nv_bfloat16, false, true>(launch, rows.dim)
-                 : choose_dim<__nv_bfloat16, false, false>(launch, rows.dim);
+      if (few) return choose_dim<__nv_bfloat16, false, true>(launch, rows.dim);
+      return choose_dim<__nv_bfloat16, false, false>(launch, rows.dim);
   }
 }
 
@@ -99,6 +101,7 @@ cudaError_t make_plan(const Rows& rows, const Bank* banks, int num_banks, Precis
   if (!infonce_cuda_takes(rows.dim) || rows.num_rows < 0 || rows.num_rows > INT_MAX || num_banks < 0) {
     return cudaErrorInvalidValue;
   }
+  const bool exact = precision == Precision::tf32x3;
   int device = 0, multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
@@ -129,7 +132,8 @@ cudaError_t make_plan(const Rows& rows, const Bank* banks, int num_banks, Precis
       if (error != cudaSuccess) return error;
       const std::int64_t slots = static_cast<std::int64_t>(multiprocessors) * std::max(blocks, 1);
       const std::int64_t row_blocks = std::max<std::int64_t>(1, divide_up(rows.num_rows, launch.tile.rows()));
-      const std::int64_t least = std::min<std::int64_t>(divide_up(num_keys, kMaxSplitKeys), kMaxGridY);
+      const int split_keys = max_split_keys(exact, padded_dim(rows.dim));
+      const std::int64_t least = std::min<std::int64_t>(divide_up(num_keys, split_keys), kMaxGridY);
       const std::int64_t most = std::min<std::int64_t>({divide_up(num_tiles, kMinSplitTiles), slots, kMaxGridY});
       launch.num_splits = best_splits(row_blocks, slots, least, std::max(least, most));
       plan.all_splits += launch.num_splits;
@@ -186,7 +190,8 @@ int infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision p
     // Row blocks are neighbours in the grid: those that run together read the same keys, once from memory.
     const dim3 grid(static_cast<unsigned>(divide_up(rows.num_rows, launch.tile.rows())),
                     static_cast<unsigned>(launch.num_splits));
-    FASTCSSL_LAUNCH(launch.kernel, grid, static_cast<unsigned>(launch.tile.threads()), launch.shared_bytes, queue, sweep);
+    const unsigned threads = static_cast<unsigned>(launch.tile.threads());
+    FASTCSSL_LAUNCH(launch.kernel, grid, threads, launch.shared_bytes, queue, sweep);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }

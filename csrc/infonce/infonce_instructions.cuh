@@ -27,7 +27,7 @@ __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// ---- four 8 x 8 matrices of 16 bits; lane i has the address of row i % 8 of matrix i / 8 -----------------------------
+// ---- four 8 x 8 matrices of 16 bits; lane i has the address of row i % 8 of matrix i / 8 ----------------------------
 
 // Lane i gets columns 2 (i % 4) and the next of row i / 4.
 __device__ inline void load_matrices(unsigned (&out)[4], unsigned address) {
@@ -44,7 +44,7 @@ __device__ inline void load_matrices_transposed(unsigned (&out)[4], unsigned add
                : "memory");
 }
 
-// ---- sum += a b, 16 x 8 outputs; float32 sums ------------------------------------------------------------------------
+// ---- sum += a b, 16 x 8 outputs; float32 sums -----------------------------------------------------------------------
 
 #define FASTCSSL_MULTIPLY(name, instruction)                                                         \
   __device__ inline void name(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {     \
@@ -57,7 +57,14 @@ FASTCSSL_MULTIPLY(multiply_bfloat16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16
 FASTCSSL_MULTIPLY(multiply_tf32, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32")
 #undef FASTCSSL_MULTIPLY
 
-// ---- arithmetic -------------------------------------------------------------------------------------------------------
+// threadIdx.x, asked for anew: what follows from it is computed again, not kept in registers that the sums need.
+__device__ inline int fresh_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 // To TF32, to nearest: left alone, the tensor core would cut the last 13 bits off.
 __device__ inline unsigned round_to_tf32(float value) {

@@ -6,8 +6,8 @@
 // Rows (queries, weights) are the left operand, keys the right one, both times from one copy of the tile. With g =
 // lane / 4 and t = lane % 4, a lane holds of a 16 x 8 result rows g and g + 8 of columns 2t and 2t + 1.
 //
-// A key tile is [key][column] in chunks of 16 bytes; chunk c of key k is at place c ^ (k % 8) of its row. That leaves no
-// bank conflict, whether eight lanes read one chunk of eight keys or two neighbouring chunks of four keys.
+// A key tile is [key][column] in chunks of 16 bytes; chunk c of key k is at place c ^ (k % 8) of its row. That leaves
+// no bank conflict, whether eight lanes read one chunk of eight keys or two neighbouring chunks of four keys.
 // Queries lie in the order in which lanes want them, 16 bytes a lane: no conflict either, and nothing to compute.
 #pragma once
 
@@ -27,6 +27,11 @@ template <int kRowBytes>
 __device__ constexpr unsigned place(int key, int chunk) {
   return static_cast<unsigned>(key * kRowBytes + ((chunk ^ (key & 7)) * kChunkBytes));
 }
+
+// From the place of chunk 0 or 1 to that of the same chunk of pair `index`: to be xored to an address, tiles being
+// aligned to a row and more. (Xored to the place, before the address of the stage is added, it would be a constant of
+// the thread for each pair, and the compiler would keep all of them in registers.)
+__device__ constexpr unsigned chunk_pair(int index) { return static_cast<unsigned>(index * 2 * kChunkBytes); }
 
 template <typename T>
 struct Halves;
@@ -90,7 +95,8 @@ struct Operands {
     return out;
   }
   __device__ static Rows weights(const float (*tiles)[4]) {
-    return rows({tiles[0][0], tiles[0][1], tiles[0][2], tiles[0][3], tiles[1][0], tiles[1][1], tiles[1][2], tiles[1][3]});
+    const float *a = tiles[0], *b = tiles[1];
+    return rows({a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]});
   }
   __device__ static Keys keys(unsigned first, unsigned second) { return {{first, second}}; }
 
@@ -125,15 +131,17 @@ struct Operands {
   __device__ static void values(Keys (&out)[kGroup], const unsigned char*, unsigned address, int key, int group,
                                 int lane) {
     unsigned bits[4];
-    const unsigned offset = place<kRowBytes>(lane % 16, lane / 16) ^ static_cast<unsigned>(group * 2 * kChunkBytes);
-    load_matrices_transposed(bits, address + offset + static_cast<unsigned>(key * kRowBytes));
+    const unsigned first = (address + place<kRowBytes>(lane % 16, lane / 16)) ^ chunk_pair(group);
+    load_matrices_transposed(bits, first + static_cast<unsigned>(key * kRowBytes));
     out[0] = {{bits[0], bits[1]}};
     out[1] = {{bits[2], bits[3]}};
   }
-  // Where the results of a group go: `count` neighbouring columns from `column` on, the i-th being sums[tile][part].
-  static constexpr int kRun = 2, kRuns = 2;
+  // A lane's results of a group are kRuns runs of neighbouring columns, of row g (half 0) and row g + 8 (half 1).
+  static constexpr int kRuns = 2;
   __device__ static int column(int group, int run, int t) { return group * 16 + run * 8 + t * 2; }
-  __device__ static float result(const float (*sums)[4], int run, int i, int half) { return sums[run][half * 2 + i]; }
+  __device__ static void store(float* target, const float (*sums)[4], int run, int half) {
+    *reinterpret_cast<float2*>(target) = {sums[run][half * 2], sums[run][half * 2 + 1]};
+  }
 };
 
 // float32 banks. In `weights` x keys, contraction place t of eight keys is key 2t, place t + 4 key 2t + 1: then weights
@@ -210,7 +218,8 @@ struct Operands<float, kExact> {
 
   // Eight keys from `key` on, of the 32 columns of a group.
   template <int kRowBytes>
-  __device__ static void values(Keys (&out)[kGroup], const unsigned char* tile, unsigned, int key, int group, int lane) {
+  __device__ static void values(Keys (&out)[kGroup], const unsigned char* tile, unsigned, int key, int group,
+                                int lane) {
     const int g = lane / 4, t = lane % 4, at = key * kRowBytes + group * 8 * kChunkBytes;
     const uint4 even = *reinterpret_cast<const uint4*>(tile + place<kRowBytes>(2 * t, g) + at);
     const uint4 odd = *reinterpret_cast<const uint4*>(tile + place<kRowBytes>(2 * t + 1, g) + at);
@@ -219,9 +228,12 @@ struct Operands<float, kExact> {
     out[2] = keys(even.z, odd.z);
     out[3] = keys(even.w, odd.w);
   }
-  static constexpr int kRun = 4, kRuns = 2;
+  static constexpr int kRuns = 2;
   __device__ static int column(int group, int run, int t) { return group * 32 + t * 8 + run * 4; }
-  __device__ static float result(const float (*sums)[4], int run, int i, int half) { return sums[i][half * 2 + run]; }
+  __device__ static void store(float* target, const float (*sums)[4], int run, int half) {
+    const int i = half * 2 + run;
+    *reinterpret_cast<float4*>(target) = {sums[0][i], sums[1][i], sums[2][i], sums[3][i]};
+  }
 };
 
 }  // namespace fastcssl::infonce::gpu

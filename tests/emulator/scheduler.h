@@ -17,7 +17,7 @@
 namespace emulator {
 
 constexpr int kWarpSize = 32;
-constexpr std::size_t kDynamicAlignment = 16;  // that a kernel may count on
+constexpr std::size_t kDynamicAlignment = 1024;  // as in csrc/launch.cuh
 
 struct Dim {
   unsigned x, y, z;

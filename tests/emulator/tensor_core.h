@@ -126,6 +126,7 @@ inline void multiply_bfloat16(float (&sum)[4], const unsigned (&a)[4], const uns
 inline void multiply_tf32(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   ::emulator::mma_tf32(sum, a, b);
 }
+inline int fresh_thread() { return static_cast<int>(threadIdx.x); }
 inline unsigned round_to_tf32(float value) { return ::emulator::to_tf32(value); }
 inline float power_of_two(float x) { return std::exp2(x); }
 
