@@ -15,6 +15,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from kernel_model import predictions
 from kernel_process import ErrorCase, Shape
 from kernel_step import StepShape, Way
 from kernel_tables import show, summarize
+from kernel_tiles import tiles
 from rich.console import Console
 from timing import Case, Child, Failed, environment, interleave, write_json_lines
 
@@ -66,15 +68,15 @@ _FULL_STEP = StepShape(256, 65_536, "resnet18-w16", 32, 2)
 SCALES = {
     "smoke": Scale(1, 1, 512, (256, 512), (), (8,), (64,), (256, 512), StepShape(8, 64, "resnet18-w8", 16, 1)),
     "quick": Scale(
-        5,
+        3,
         2,
         16_384,
         (256, 512),
-        ((256, 1),),
-        (32, 1024),
+        (),
+        (32, 256),
         (64, 256),
-        (4096, 32_768),
-        StepShape(256, 16_384, "resnet18-w8", 32, 2),
+        (4096, 16_384),
+        StepShape(64, 16_384, "resnet18-w8", 32, 2),
     ),
     "full": Scale(
         9,
@@ -136,6 +138,8 @@ class Bench:
     model: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     children: dict[int, Child] = field(default_factory=dict)
+    part_seconds: dict[str, float] = field(default_factory=dict)
+    sgemm: dict[int, float] = field(default_factory=dict)  # GFLOP/s of one large product, by threads
 
     def start(self) -> None:
         for number in self.threads:
@@ -160,12 +164,19 @@ class Bench:
     def headline(self) -> None:
         for number in self.threads:
             for rows in self.scale.headline_rows:
-                compiles = self.options.compile and (rows, number) in self.scale.compiled
-                names = tuple(name for name in HEADLINE if name != "compile" or compiles)
+                absent = {"compile"} if not self.options.compile or (rows, number) not in self.scale.compiled else set()
+                if self.options.quick and (rows, number) != (256, 1):
+                    absent.add("logsumexp")  # the slower half of a minute
+                names = tuple(name for name in HEADLINE if name not in absent)
                 group = self.timed("headline", Shape(rows, 128, self.scale.bank_size, number), names, self.scale.rounds)
-                if number == 1:
-                    self.weigh(group, (*names,))
+                if number == 1 and not (self.options.quick and rows > 256):
+                    self.weigh(group, names)
                     self.compare(group)
+            size = 256 if self.options.smoke else 2048
+            found = self.children[number].call(kernel_process.sgemm_gflop_per_s, size, number, limit_seconds=240)
+            self.sgemm[number] = found
+        if self.options.quick:
+            self.notes.append("torch.compile is left to the full run: it compiles for 10 to 30 s a shape.")
 
     def grid(self) -> None:
         for dim in self.scale.grid_dims:
@@ -258,8 +269,8 @@ class Bench:
     def cost_model(self) -> None:
         self.on_step("cost model")
         self.model = predictions(((32, 128), (512, 128)))
-        if not self.model:
-            self.notes.append("The cost model is left out: csrc/infonce has no CUDA sweep.")
+        if isinstance(missing := tiles(), str):
+            self.notes.append(f"The cost model is left out: {missing}.")
 
 
 def _excuse(name: str, failure: str) -> str:
@@ -302,7 +313,9 @@ def main() -> int:
             bench.start()
             for part in PARTS:
                 if part in options.parts:
+                    began = time.perf_counter()
                     bench.run(part)
+                    bench.part_seconds[part] = round(time.perf_counter() - began, 1)
         except Failed as failure:
             raise SystemExit(f"The benchmark could not go on: {failure}") from None
         finally:
@@ -310,7 +323,13 @@ def main() -> int:
     summary, details = summarize(bench)
     show(Console(width=None if sys.stdout.isatty() else 110), bench, summary, details)
     if options.json is not None:
-        about = environment(PACKAGES, scale=kind, seed=options.seed, load_average_before=round(load_before, 2))
+        about = environment(
+            PACKAGES,
+            scale=kind,
+            seed=options.seed,
+            part_seconds=bench.part_seconds,
+            load_average_before=round(load_before, 2),
+        )
         records = [record for group in bench.groups for record in group.records()]
         records += [{"part": "errors", **found} for found in bench.accuracy]
         if bench.step:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from kernel_sass import LoopMix, Sweep, sweeps
-from kernel_tiles import Precision, Storage, Tile, Tiles, tiles
+from kernel_tiles import Precision, Storage, Tile, Tiles, products, tiles
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -79,11 +79,11 @@ def best_splits(row_blocks: int, slots: int, least: int, most: int) -> int:
     return next((splits for splits in range(least, most) if filling(splits) >= enough), most)
 
 
-def work(card: Card, tile: Tile, case: Case, max_split_keys: int) -> Work:
+def work(card: Card, tile: Tile, case: Case) -> Work:
     row_blocks = math.ceil(case.num_rows / tile.rows)
     key_tiles = sum(math.ceil(size / tile.keys) for size in case.bank_sizes)
-    slots = card.num_sm * tile.blocks_per_sm(case.storage, case.precision, card.architecture)
-    least = math.ceil(sum(case.bank_sizes) / max_split_keys)
+    slots = card.num_sm * tile.blocks_per_sm(card.architecture)
+    least = math.ceil(sum(case.bank_sizes) / tile.max_split_keys)
     num_splits = best_splits(row_blocks, slots, least, max(least, min(math.ceil(key_tiles / 4), slots)))
     blocks = row_blocks * num_splits
     pairs = row_blocks * tile.rows * key_tiles * tile.keys
@@ -94,7 +94,7 @@ def work(card: Card, tile: Tile, case: Case, max_split_keys: int) -> Work:
     )  # written by the sweep, read by the pass that joins them
     own = 4 * case.num_rows * case.dim * 4  # queries, positives, two gradients
     return Work(
-        flop=4 * pairs * tile.dim * tile.products(case.storage, case.precision),
+        flop=4 * pairs * tile.dim * products(case.storage, case.precision),
         exps=pairs,
         bytes=bank_bytes * math.ceil(row_blocks / slots) + parts + own,
         num_splits=num_splits,
@@ -130,15 +130,14 @@ class Prediction:
 
 def predict(card: Card, tiles: Tiles, case: Case, mixes: Mapping[Sweep, LoopMix] | None = None) -> Prediction:
     tile = tiles.choose(case.num_rows, case.dim, case.storage, case.precision)
-    done = work(card, tile, case, tiles.constants["MaxSplitKeys"])
+    done = work(card, tile, case)
     rate = (card.tf32_flop_per_s if case.storage == "float32" else card.half_flop_per_s) * card.mma_share
     seconds = {
         "tensor": done.flop / rate,
         "memory": done.bytes / card.bytes_per_s,
         "exp": done.exps / (card.exps_per_clock * card.num_sm * card.clock_hz),
     }
-    is_few = tile is tiles.by_name.get(f"HalfFew{tile.dim}")
-    instance = Sweep(card.architecture, case.storage, case.precision == "highest", tile.dim, is_few)
+    instance = Sweep(card.architecture, case.storage, case.precision == "highest", tile.dim, tile.is_few)
     mix = (mixes or {}).get(instance)
     if mix is not None:
         # However often the compiler unrolled the loop: its tensor instructions tell how many tiles a turn takes.
@@ -185,9 +184,9 @@ MODES: dict[tuple[Storage, Precision], str] = {
 
 
 def predictions(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[dict[str, Any]]:
-    """For every card, (rows, width) and storage; nothing where csrc has no CUDA sweep."""
+    """For every card, (rows, width) and storage; nothing where the tiles are not known."""
     found = tiles()
-    if found is None:
+    if isinstance(found, str):
         return []
     return [
         asdict(predict(card, found, Case(rows, dim, storage, precision), sweeps()))
@@ -198,11 +197,11 @@ def predictions(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[dict[str, 
 
 
 def as_table(lines: list[dict[str, Any]]) -> Table:
-    title = f"\nCUDA, two banks of 65,536 keys, µs: {LABEL}"
+    title = f"\nCUDA, two banks of 65,536 keys, µs with {NUM_LAUNCHES} launches: {LABEL}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("rows x width", no_wrap=True)
     table.add_column("card", no_wrap=True)
-    for head in ("tensor", "memory", "exp", "issue", "launch", "total", "bound", "eager"):
+    for head in ("tensor", "memory", "exp", "issue", "total", "bound", "eager"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, style="dim")
     before = ""
@@ -210,7 +209,7 @@ def as_table(lines: list[dict[str, Any]]) -> Table:
         about = f"{line['num_rows']} x {line['dim']}, {MODES[line['storage'], line['precision']]}"
         if before and about != before:
             table.add_section()
-        times = [line[f"{key}_us"] for key in ("tensor", "memory", "exp", "issue", "launch", "total")]
+        times = [line[f"{key}_us"] for key in ("tensor", "memory", "exp", "issue", "total")]
         cells = ["-" if time is None else f"{time:.0f}" for time in times]
         cells += [line["bound"], f"{line['eager_us']:.0f}", line["label"]]
         table.add_row("" if about == before else about, line["card"], *cells)
@@ -220,6 +219,9 @@ def as_table(lines: list[dict[str, Any]]) -> Table:
 
 def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 110)
+    found = tiles()
+    if isinstance(found, str):
+        raise SystemExit(f"Nothing can be predicted: {found}.")
     console.print(as_table(predictions()))
     console.print(f"All of it is {LABEL}.", highlight=False)
     return 0

@@ -75,6 +75,7 @@ def summarize(bench: "Bench") -> tuple[dict[str, Any], dict[str, Any]]:
     details = {
         "bank_size": bench.scale.bank_size,
         "num_banks": 2,
+        "sgemm_gflop_per_s": {f"{number}t": rate for number, rate in bench.sgemm.items()},
         "growth": growth(bench),
         "step": step_summary(bench),
         "grid_worst": _grid_worst(bench),
@@ -151,6 +152,13 @@ def show(console: Console, bench: "Bench", summary: dict[str, Any], details: dic
     for group in bench.groups:
         if group.part == "headline":
             console.print(_headline(group))
+    if bench.sgemm:
+        rates = " and ".join(f"{rate:.0f} GFLOP/s on {n} thread{'s' * (n > 1)}" for n, rate in bench.sgemm.items())
+        say(f"\nOne large square product of MKL's reaches {rates}.")
+        if any(k.startswith("vs_two_gemms") and (v or 0) > 1 for k, v in summary.items()):
+            say(
+                "More than 100 % of the two products: MKL leaves some of this processor unused; they are no ceiling here."
+            )
     for part, draw in (("grid", _grid), ("growth", _growth)):
         groups = [group for group in bench.groups if group.part == part]
         if groups:
@@ -223,7 +231,7 @@ def _grid(groups: "list[Group]") -> Table:
         "rows x width",
         "ours, ms",
         "GFLOP/s",
-        "of products",
+        "of GEMM",
         "vs eager",
         "vs chunked",
         "vs flash",

@@ -70,7 +70,9 @@ def group(part: str, shape: tuple[int, int, int, int], seconds: dict[str, list[f
 
 def bench(*groups: Any, **more: Any) -> Any:
     scale = SimpleNamespace(bank_size=64)
-    return SimpleNamespace(**({"groups": groups, "accuracy": [], "step": {}, "notes": [], "scale": scale} | more))
+    return SimpleNamespace(
+        **({"groups": groups, "accuracy": [], "step": {}, "notes": [], "scale": scale, "sgemm": {1: 90.0}} | more)
+    )
 
 
 def test_ratios_are_medians_of_rounds() -> None:

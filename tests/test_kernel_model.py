@@ -1,20 +1,24 @@
 """The cost model against numbers worked out by hand, and its reading of headers and machine code."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
-HEADER = """
-constexpr int kFewRows = 64;       // comment
-constexpr int kMaxSplitKeys = 16384;  // comment
-constexpr Tile kHalf64{64, 4, 2, 32, 3, 3, 168};
-constexpr Tile kHalf128{128, 4, 2, 32, 2, 2, 255};
-constexpr Tile kHalfFew128{128, 4, 1, 32, 4, 2, 255};
-constexpr Tile kHalfExact128{128, 8, 1, 32, 3, 1, 255};
-constexpr Tile kFloat128{128, 8, 1, 32, 2, 1, 255};
-"""
+# As the program prints them: bytes, exact, width, few; width, warps, row tiles, keys, blocks, shared, split, few rows.
+PRINTED = """
+2 0 128 0  128 4 2 32 2 50688 16384 64
+2 0 128 1  128 4 1 32 2 50000 16384 64
+2 1 128 0  128 8 1 32 1 90000 16384 64
+2 1 128 1  128 8 1 32 1 90000 16384 64
+4 1 128 0  128 8 1 32 1 99000 16384 64
+4 1 128 1  128 8 1 32 1 99000 16384 64
+4 0 128 0  128 8 1 32 1 99000 16384 64
+4 0 128 1  128 8 1 32 1 99000 16384 64
+""".strip()
 
 
 @pytest.fixture(autouse=True)
@@ -22,39 +26,45 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_tiles_are_read_from_the_header() -> None:
+def test_tiles_are_chosen_as_the_launch_does() -> None:
     from kernel_tiles import Tile, Tiles
 
-    tiles = Tiles(HEADER)
-    assert tiles.constants == {"FewRows": 64, "MaxSplitKeys": 16384}
+    tiles = Tiles(PRINTED)
     half = tiles.choose(256, 100, "float16", "high")
-    assert half == Tile(128, 4, 2, 32, 2, 2, 255) and half.rows == 128
-    assert tiles.choose(64, 128, "float16", "high") == tiles.by_name["HalfFew128"]
-    assert tiles.choose(64, 128, "float16", "highest") == tiles.by_name["HalfExact128"]
-    assert tiles.choose(64, 128, "float32", "high") == tiles.by_name["Float128"]
-    # Two stages of 32 keys and 128 queries, 128 halves each, and 12 bytes a row.
-    assert half.shared_bytes("float16", "high") == 2 * 32 * 256 + 128 * (256 + 12)
-    assert (
-        half.blocks_per_sm("float16", "high", 86) == 1
-    )  # 51 kB of 100: two would fit but for the kB that each reserves
-    assert half.blocks_per_sm("float16", "high", 80) == 2
-    with pytest.raises(ValueError, match="no tiles as they were"):
-        Tiles("constexpr Block kHalf64{};")
+    assert half == Tile(128, 4, 2, 32, 2, 50688, 16384, 64) and half.rows == 128
+    few = tiles.choose(64, 128, "bfloat16", "high")
+    assert few.is_few and few.rows == 64
+    assert not tiles.choose(64, 128, "float16", "highest").is_few
+    assert half.blocks_per_sm(86) == 1  # two would need 103,424 bytes of 102,400
+    assert half.blocks_per_sm(80) == 2
+    # Two products, two row tiles, four key tiles, eight steps of 16 columns.
+    assert half.tensor_instructions("float16", "high") == 128
 
 
-def test_the_real_header_has_every_tile() -> None:
-    from kernel_tiles import tiles
+def test_the_real_header_answers() -> None:
+    from kernel_tiles import HEADER, tiles
 
     found = tiles()
-    if found is None:
-        pytest.skip("csrc has no CUDA sweep")
+    if isinstance(found, str):
+        assert not HEADER.exists() or not shutil.which(os.environ.get("CXX", "c++")), found
+        pytest.skip(found)
     for dim in (64, 128, 256):
         for storage in ("float16", "bfloat16", "float32"):
             for precision in ("high", "highest"):
                 for rows in (1, 512):
                     tile = found.choose(rows, dim, storage, precision)  # type: ignore[arg-type]
-                    assert tile.dim == dim and tile.rows % 16 == 0
-                    assert tile.shared_bytes(storage, precision) <= 99 << 10  # type: ignore[arg-type]
+                    assert tile.dim == dim and tile.rows % 16 == 0 and 0 < tile.shared_bytes <= 99 << 10
+
+
+def test_a_header_that_changed_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kernel_tiles
+
+    if not shutil.which(os.environ.get("CXX", "c++")):
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(kernel_tiles, "HEADER", tmp_path / "infonce_tiles.h")
+    assert kernel_tiles.tiles.__wrapped__() == "csrc/infonce has no CUDA sweep"
+    kernel_tiles.HEADER.write_text("namespace fastcssl::infonce { struct Block {}; }")
+    assert "does not answer kernel_tiles.py" in kernel_tiles.tiles.__wrapped__()
 
 
 def test_splits_fill_the_card() -> None:
@@ -71,8 +81,8 @@ def test_work_by_hand() -> None:
     from kernel_model import CARDS, Case, work
     from kernel_tiles import Tiles
 
-    tiles, a100 = Tiles(HEADER), next(card for card in CARDS if card.name == "A100")
-    done = work(a100, tiles.by_name["Half128"], Case(256, 128), 16384)
+    tiles, a100 = Tiles(PRINTED), next(card for card in CARDS if card.name == "A100")
+    done = work(a100, tiles.choose(256, 128, "float16", "high"), Case(256, 128))
     assert done.flop == 4 * 256 * 131_072 * 128 == 17_179_869_184
     assert done.exps == 256 * 131_072
     assert done.num_splits == 103 and done.wave_share == pytest.approx(206 / 216)
@@ -80,11 +90,11 @@ def test_work_by_hand() -> None:
     bank, parts, own = 131_072 * 128 * 2, 2 * 103 * 256 * 130 * 4, 4 * 256 * 128 * 4
     assert done.bytes == bank + parts + own
     # Rows and keys are filled up to whole tiles.
-    ragged = work(a100, tiles.by_name["Half128"], Case(129, 128, bank_sizes=(33,)), 16384)
+    ragged = work(a100, tiles.choose(129, 128, "float16", "high"), Case(129, 128, bank_sizes=(33,)))
     assert ragged.exps == 256 * 64 and ragged.flop == 4 * 256 * 64 * 128
-    exact = work(a100, tiles.by_name["HalfExact128"], Case(256, 128, "float16", "highest"), 16384)
+    exact = work(a100, tiles.choose(256, 128, "float16", "highest"), Case(256, 128, "float16", "highest"))
     assert exact.flop == 2 * done.flop
-    float32 = work(a100, tiles.by_name["Float128"], Case(256, 128, "float32", "highest"), 16384)
+    float32 = work(a100, tiles.choose(256, 128, "float32", "highest"), Case(256, 128, "float32", "highest"))
     assert float32.flop == 3 * done.flop and float32.bytes > 2 * bank
 
 
@@ -93,7 +103,7 @@ def test_predictions_by_hand() -> None:
     from kernel_sass import LoopMix, Sweep
     from kernel_tiles import Tiles
 
-    tiles, a100 = Tiles(HEADER), next(card for card in CARDS if card.name == "A100")
+    tiles, a100 = Tiles(PRINTED), next(card for card in CARDS if card.name == "A100")
     line = predict(a100, tiles, Case(256, 128))
     assert line.tensor_us == pytest.approx(17_179.869184 / 312, rel=1e-6)  # MFLOP over TFLOP/s
     assert line.exp_us == pytest.approx(33.554432e6 / (16 * 108 * 1410), rel=1e-6)
@@ -151,9 +161,9 @@ def test_every_card_is_predicted_and_labelled(monkeypatch: pytest.MonkeyPatch) -
     import kernel_model
     from kernel_tiles import Tiles
 
-    monkeypatch.setattr(kernel_model, "tiles", lambda: Tiles(HEADER))
+    monkeypatch.setattr(kernel_model, "tiles", lambda: Tiles(PRINTED))
     lines = kernel_model.predictions(((256, 128),))
     assert {line["card"] for line in lines} == {"A5000", "A100", "RTX 4090", "H100", "B200", "RTX 5090"}
     assert {line["label"] for line in lines} == {"predicted, never measured"}
-    monkeypatch.setattr(kernel_model, "tiles", lambda: None)
+    monkeypatch.setattr(kernel_model, "tiles", lambda: "no compiler")
     assert kernel_model.predictions() == []
