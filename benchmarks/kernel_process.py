@@ -185,11 +185,11 @@ def _peak_of(shape: Shape, name: str, about: str, seed: int) -> float:
     return extra_mb(lambda: contender(given))
 
 
-def extra_mb(call: Callable[[], Any]) -> float:
-    """Of this process while it calls: the median of three calls, as Python adds a little of its own to some."""
+def extra_mb(call: Callable[[], Any], num_calls: int = 3) -> float:
+    """Of this process while it calls: the median of a few calls, as Python adds a little of its own to some."""
     gc.collect()
     gc.disable()
-    return statistics.median(_extra_mb(call) for _ in range(3))
+    return statistics.median(_extra_mb(call) for _ in range(num_calls))
 
 
 def _extra_mb(call: Callable[[], Any]) -> float:

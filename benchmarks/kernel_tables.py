@@ -157,7 +157,7 @@ def show(console: Console, bench: "Bench", summary: dict[str, Any], details: dic
         say(f"\nOne large square product of MKL's reaches {rates}.")
         if any(k.startswith("vs_two_gemms") and (v or 0) > 1 for k, v in summary.items()):
             say(
-                "More than 100 % of the two products: MKL leaves some of this processor unused; they are no ceiling here."
+                "More than 100 % of GEMM: MKL's products were no ceiling in this run, be it the processor or other load."
             )
     for part, draw in (("grid", _grid), ("growth", _growth)):
         groups = [group for group in bench.groups if group.part == part]
