@@ -11,6 +11,6 @@
 #define FASTCSSL_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
 #define FASTCSSL_SHARED(Type, name) __shared__ Type name
-#define FASTCSSL_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#define FASTCSSL_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
 #endif

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
@@ -24,6 +25,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 
 #define EMULATOR_SITE (::emulator::Site{__FILE__, __LINE__})
@@ -65,8 +67,10 @@ enum cudaError_t : int {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
+  cudaErrorMisalignedAddress = 716,
   cudaErrorLaunchFailure = 719,
 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
@@ -124,6 +128,22 @@ template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int value) {
   if (value < 0 || value > 227 << 10) return cudaErrorInvalidValue;
   emulator::max_dynamic_bytes[reinterpret_cast<const void*>(kernel)] = static_cast<std::size_t>(value);
+  return cudaSuccess;
+}
+
+// A device of EMULATOR_MULTIPROCESSORS (4, if unset) of 100 kB and 1536 threads each; registers are not its business.
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  const char* text = std::getenv("EMULATOR_MULTIPROCESSORS");
+  *value = text == nullptr ? 4 : std::atoi(text);
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int num_threads, std::size_t shared_bytes) {
+  *blocks = static_cast<int>(std::min<std::size_t>(1536 / num_threads, (100 << 10) / (shared_bytes + (1 << 10))));
   return cudaSuccess;
 }
 

@@ -56,17 +56,36 @@ def call(command: list[str]) -> None:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
 
 
+def planted(kernel: Path, edits: dict[str, str]) -> Path:
+    """A copy of the kernel, among copies of its neighbours, with text replaced in it or in one header that it includes:
+    text that occurs exactly once."""
+    files = {
+        path: path.read_text() for path in sorted({CSRC / "launch.cuh", *kernel.parent.iterdir()}) if path.is_file()
+    }
+    headers = headers_of(files[kernel], kernel.parent, []) & files.keys()
+    for old, new in edits.items():
+        places = [path for path in ([kernel] if old in files[kernel] else sorted(headers)) if old in files[path]]
+        if len(places) != 1 or files[places[0]].count(old) != 1:
+            raise ValueError(
+                f"{old!r} is not at exactly one place of {kernel} and its headers; a fault is planted at one"
+            )
+        files[places[0]] = files[places[0]].replace(old, new)
+    digest = hashlib.sha256("\0".join(files.values()).encode()).hexdigest()[:24]
+    root = CACHE / f"planted-{digest}"
+    for path, text in files.items():
+        target = root / path.relative_to(CSRC)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+    return root / kernel.relative_to(CSRC)
+
+
 def build(kernel: Path, *others: Path, variant: str = "plain", edits: dict[str, str] | None = None) -> Path:
-    """The executable of `kernel` and the files beside it, one of which has main(). `edits` replaces text in the kernel,
-    which must occur exactly once, to plant a fault."""
-    source = kernel.read_text()
-    for old, new in (edits or {}).items():
-        if source.count(old) != 1:
-            raise ValueError(f"{old!r} occurs {source.count(old)} times in {kernel}; a fault is planted at one place")
-        source = source.replace(old, new)
+    """The executable of `kernel` and the files beside it, one of which has main(). `edits` plants a fault."""
+    if edits:
+        kernel = planted(kernel, edits)
     flags = [*FLAGS, *VARIANTS[variant]]
     # #line keeps messages and the lines of barriers in terms of the real file.
-    sources = [(kernel, source), *((path, path.read_text()) for path in (EMULATOR / "scheduler.cpp", *others))]
+    sources = [(path, path.read_text()) for path in (kernel, EMULATOR / "scheduler.cpp", *others)]
     objects = [compiled(f'#line 1 "{path}"\n{text}', path.parent, flags, path.stem) for path, text in sources]
     target = CACHE / f"{kernel.stem}-{hashlib.sha256(str(objects).encode()).hexdigest()[:24]}"
     if not target.exists():
@@ -77,14 +96,23 @@ def build(kernel: Path, *others: Path, variant: str = "plain", edits: dict[str, 
 
 
 def run(
-    executable: Path, stdin: bytes = b"", *args: str, seed: int = 0, skip_barrier: int | None = None
+    executable: Path,
+    stdin: bytes = b"",
+    *args: str,
+    seed: int = 0,
+    skip_barrier: str = "",
+    multiprocessors: int = 4,
 ) -> "subprocess.CompletedProcess[bytes]":
-    """`seed` orders blocks, warps and lanes; `skip_barrier` is the line of a __syncthreads() that does nothing."""
-    env = {**os.environ, "EMULATOR_SEED": str(seed), "EMULATOR_SKIP_BARRIER": str(skip_barrier or 0)}
+    """`seed` orders blocks, warps and lanes; `skip_barrier` is the file:line of a __syncthreads() that does nothing."""
+    env = {**os.environ, "EMULATOR_SEED": str(seed), "EMULATOR_SKIP_BARRIER": skip_barrier}
+    env["EMULATOR_MULTIPROCESSORS"] = str(multiprocessors)
     env.pop("LD_PRELOAD", None)
     env["ASAN_OPTIONS"] = "detect_stack_use_after_return=0"
     return subprocess.run([str(executable), *args], input=stdin, capture_output=True, timeout=300, env=env)
 
 
-def barrier_lines(kernel: Path) -> list[int]:
-    return [n for n, line in enumerate(kernel.read_text().splitlines(), 1) if "__syncthreads();" in line]
+def barrier_lines(kernel: Path) -> list[str]:
+    """Of the kernel and its headers, as file:line."""
+    files = [kernel, *sorted(headers_of(kernel.read_text(), kernel.parent, []))]
+    lines = [(path.name, *line) for path in files for line in enumerate(path.read_text().splitlines(), 1)]
+    return [f"{name}:{number}" for name, number, line in lines if "__syncthreads();" in line]

@@ -11,9 +11,9 @@ namespace {
 constexpr std::size_t kMaxStaticBytes = 48 << 10;
 constexpr unsigned char kPoison = 0xff;
 
-int from_environment(const char* name) {
+std::string from_environment(const char* name) {
   const char* text = std::getenv(name);
-  return text == nullptr ? 0 : std::atoi(text);
+  return text == nullptr ? "" : text;
 }
 
 std::string text_of(const Site& site) { return std::string(site.file) + ":" + std::to_string(site.line); }
@@ -28,8 +28,8 @@ Scheduler& Scheduler::instance() {
 std::string Scheduler::run_grid(const Dim& grid, const Dim& block, std::size_t dynamic_bytes,
                                 const std::function<void()>& body, const std::function<void(const Dim&)>& set_block,
                                 const std::function<void(const Dim&)>& set_thread) {
-  random_.seed(static_cast<unsigned>(from_environment("EMULATOR_SEED")));
-  skipped_line_ = from_environment("EMULATOR_SKIP_BARRIER");
+  random_.seed(static_cast<unsigned>(std::atoi(from_environment("EMULATOR_SEED").c_str())));
+  skipped_barrier_ = from_environment("EMULATOR_SKIP_BARRIER");
   failure_.clear();
   body_ = &body;
   set_thread_ = &set_thread;
@@ -56,11 +56,13 @@ void Scheduler::run_block(const Dim& block) {
     const unsigned at = static_cast<unsigned>(i);
     threads_[i]->index = {at % block.x, at / block.x % block.y, at / block.x / block.y};
     threads_[i]->state = State::ready;
+    threads_[i]->begun.clear();
+    threads_[i]->copy_groups.clear();
     threads_[i]->fiber.prepare(&Scheduler::enter);
   }
   shared_.clear();
   static_bytes_ = 0;
-  dynamic_ = allocate_shared(dynamic_bytes_, 16);
+  dynamic_ = allocate_shared(dynamic_bytes_, kDynamicAlignment);
   for (;;) {
     run_round();
     if (!failure_.empty()) return;
@@ -132,7 +134,10 @@ void Scheduler::enter() {
 void Scheduler::yield() { Fiber::switch_to(threads_[current_]->fiber, home_); }
 
 void Scheduler::block_barrier(const Site& site) {
-  if (site.line == skipped_line_) return;  // fault injection: as if the line were not there
+  if (!skipped_barrier_.empty()) {  // fault injection: as if the line were not there
+    const std::string here = "/" + text_of(site), skipped = "/" + skipped_barrier_;
+    if (here.size() >= skipped.size() && here.compare(here.size() - skipped.size(), skipped.size(), skipped) == 0) return;
+  }
   threads_[current_]->state = State::at_barrier;
   threads_[current_]->site = site;
   yield();
@@ -156,6 +161,31 @@ const unsigned char* Scheduler::exchange(const char* operation, std::uint32_t ma
   yield();
   if (present != nullptr) *present = thread.present;
   return thread.received.data();
+}
+
+void Scheduler::copy_async(void* target, const void* source, std::size_t bytes, std::size_t target_bytes) {
+  if (reinterpret_cast<std::uintptr_t>(target) % target_bytes != 0 ||
+      (bytes > 0 && reinterpret_cast<std::uintptr_t>(source) % target_bytes != 0)) {
+    fail("cp.async of " + std::to_string(target_bytes) + " bytes from or to an address that is not a multiple of it");
+  }
+  std::memset(target, kPoison, target_bytes);
+  threads_[current_]->begun.push_back({target, source, bytes, target_bytes});
+}
+
+void Scheduler::commit_copies() {
+  Thread& thread = *threads_[current_];
+  thread.copy_groups.push_back(std::move(thread.begun));
+  thread.begun.clear();
+}
+
+void Scheduler::wait_for_copies(std::size_t pending_groups) {
+  Thread& thread = *threads_[current_];
+  for (; thread.copy_groups.size() > pending_groups; thread.copy_groups.pop_front()) {
+    for (const Copy& copy : thread.copy_groups.front()) {
+      std::memset(copy.target, 0, copy.target_bytes);
+      std::memcpy(copy.target, copy.source, copy.bytes);
+    }
+  }
 }
 
 // Completes the collective that this lane waits in when all lanes of its mask are there or have returned.

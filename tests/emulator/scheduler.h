@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -16,6 +17,7 @@
 namespace emulator {
 
 constexpr int kWarpSize = 32;
+constexpr std::size_t kDynamicAlignment = 1024;  // as in csrc/launch.cuh
 
 struct Dim {
   unsigned x, y, z;
@@ -52,13 +54,25 @@ class Scheduler {
   void* shared_variable(const Site& site, std::size_t bytes, std::size_t alignment);
   void* dynamic_shared();
 
+  // cp.async of the calling thread: `bytes` from `source`, zeros up to `target_bytes`. The target holds 0xff from now on,
+  // because the copy may begin at once, and the data from the wait on, because it may end as late as that.
+  void copy_async(void* target, const void* source, std::size_t bytes, std::size_t target_bytes);
+  void commit_copies();
+  void wait_for_copies(std::size_t pending_groups);
+
   int lane() const { return current_ % kWarpSize; }
+  int thread() const { return current_; }
 
   // Ends the block with this message; does not return to the kernel.
   void fail(const std::string& message);
 
  private:
   enum class State { ready, at_barrier, at_collective, done };
+  struct Copy {
+    void* target;
+    const void* source;
+    std::size_t bytes, target_bytes;
+  };
   struct Thread {
     Fiber fiber;
     Dim index{};
@@ -67,6 +81,8 @@ class Scheduler {
     const char* operation = nullptr;
     std::uint32_t mask = 0, present = 0;
     std::vector<unsigned char> brought, received;
+    std::vector<Copy> begun;                     // not committed yet
+    std::deque<std::vector<Copy>> copy_groups;  // oldest first
   };
   struct FreeShared {
     std::size_t alignment;
@@ -89,11 +105,11 @@ class Scheduler {
   int num_threads_ = 0, current_ = 0;
   std::string failure_;
   std::mt19937 random_;
-  int skipped_line_ = 0;
+  std::string skipped_barrier_;  // "name.cu:line"
   const std::function<void()>* body_ = nullptr;
   const std::function<void(const Dim&)>* set_thread_ = nullptr;
   std::size_t dynamic_bytes_ = 0, static_bytes_ = 0;
-  Shared dynamic_{nullptr, FreeShared{16}};
+  Shared dynamic_{nullptr, FreeShared{kDynamicAlignment}};
   std::map<std::pair<std::string, int>, std::pair<Shared, std::size_t>> shared_;
 };
 

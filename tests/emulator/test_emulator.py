@@ -10,9 +10,7 @@ TOY = emulate.EMULATOR / "toy.cu"
 NUMBERS = [float(i + 1) for i in range(64)]
 
 
-def toy(
-    name: str, *, variant: str = "plain", seed: int = 0, skip_barrier: int | None = None
-) -> tuple[list[float], str]:
+def toy(name: str, *, variant: str = "plain", seed: int = 0, skip_barrier: str = "") -> tuple[list[float], str]:
     done = emulate.run(emulate.build(TOY, variant=variant), b"", name, seed=seed, skip_barrier=skip_barrier)
     return [float(word) for word in done.stdout.split()] if done.returncode == 0 else [], done.stderr.decode()
 

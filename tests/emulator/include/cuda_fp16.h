@@ -18,3 +18,9 @@ inline float __half2float(__half value) {
   std::memcpy(&half, &value.bits, sizeof half);
   return static_cast<float>(half);
 }
+
+struct __half2 {
+  __half x, y;
+};
+inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline float2 __half22float2(__half2 value) { return {__half2float(value.x), __half2float(value.y)}; }

@@ -1,0 +1,82 @@
+"""fastcssl-doctor: what works here, what is missing, and what to do about it."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from fastcssl import __version__
+from fastcssl.doctor import REINSTALL, Section, failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Looks at machine, build, packages and cards, and runs the operators against plain torch.
+
+    On a GPU it also times them against eager torch, torch.compile and flash attention, and looks for races where
+    compute-sanitizer is installed. Exit status: 0 when all is well, 1 when something failed.
+    """
+
+    data: Path | None = None  # A folder (or file) whose disk is timed.
+    full: bool = False  # Also run tests/gpu, from a clone of the repository: minutes.
+    json: bool = False  # Print a JSON object in place of the tables.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = tyro.cli(Options, args=arguments, prog="fastcssl-doctor", config=(tyro.conf.FlagCreatePairsOff,))
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    with Console(stderr=True).status("") as status:
+        import torch
+
+        from fastcssl.doctor.show import show_section, show_verdict
+
+        has_gpu = torch.cuda.is_available()
+        about = f"fastcssl {__version__}, torch {torch.__version__}"
+        if not options.json:
+            console.print(about, highlight=False)
+        sections: list[Section] = []
+        for title, look in _looks(options, has_gpu):
+            status.update(title)
+            sections.append(look())
+            if not options.json:
+                show_section(console, sections[-1])
+    is_well = all(finding.status != "failed" for section in sections for finding in section.findings)
+    if options.json:
+        found = {"about": about, "gpu": has_gpu, "well": is_well, "sections": [each.as_json() for each in sections]}
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        show_verdict(console, sections, has_gpu=has_gpu)
+    return 0 if is_well else 1
+
+
+def _looks(options: Options, has_gpu: bool) -> Iterator[tuple[str, Callable[[], Section]]]:
+    from fastcssl.doctor import gpus, machine, packages
+
+    yield "machine", lambda: machine.machine(options.data)
+    try:
+        from fastcssl.doctor import build, operators, races, timings
+    except (ImportError, OSError) as error:  # what those look at cannot even be loaded
+        reason = str(error).partition("\n")[0]
+        broken = failed("operators", f"fastcssl's compiled part does not load: {reason}", REINSTALL)
+        yield "build", lambda: Section("Build", (broken,))
+        return
+    yield "build", build.build
+    yield "packages", packages.packages
+    yield "GPUs", gpus.gpus
+    yield "operators on the CPU", lambda: operators.operators("cpu")
+    if has_gpu:
+        yield "operators on the GPU", lambda: operators.operators("cuda")
+        yield "races", races.races
+        yield "speed", timings.timings
+    if options.full:
+        from fastcssl.doctor import suite
+
+        yield "tests/gpu", suite.suite
+
+
+if __name__ == "__main__":
+    sys.exit(main())

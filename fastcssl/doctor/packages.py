@@ -1,0 +1,109 @@
+"""Packages: those that fastcssl needs, and those that only some runs want."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from typing import NamedTuple
+
+import torch
+
+from fastcssl.doctor import Finding, Section, failed, look, note, ok
+
+NEEDED = ("torch", "torchvision", "numpy", "pillow", "safetensors", "rich", "tyro")
+
+
+class Optional(NamedTuple):
+    name: str  # as shown
+    distribution: str
+    module: str
+    is_for: str
+    install: str
+    is_native: bool = False  # loads libraries that may not fit this system
+
+
+OPTIONAL = (
+    Optional("FFCV", "ffcv", "ffcv", "--loader ffcv", "apt-get install libopencv-dev libturbojpeg0-dev "
+             "pkg-config, then pip install 'fastcssl[ffcv]'", is_native=True),
+    Optional("DALI", "nvidia-dali-cuda130", "nvidia.dali", "--loader dali", "pip install 'fastcssl[dali]'",
+             is_native=True),
+    Optional("timm", "timm", "timm", "encoders of timm", "pip install 'fastcssl[timm]'"),
+    Optional("TensorBoard", "tensorboard", "tensorboard", "--run.tensorboard", "pip install tensorboard"),
+)  # fmt: skip
+
+
+def packages() -> Section:
+    return look(
+        "Packages",
+        [
+            ("needed", needed),
+            *((each.name, lambda each=each: optional(each)) for each in OPTIONAL),
+            ("apex", apex),
+            ("NCCL", nccl),
+        ],
+    )
+
+
+def needed() -> Finding:
+    versions = {name: _version(name) for name in NEEDED}
+    absent = [name for name, version in versions.items() if version is None]
+    if absent:
+        return failed("needed", f"{', '.join(absent)} not installed", f"pip install {' '.join(absent)}")
+    return ok("needed", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def optional(package: Optional) -> Finding:
+    version = _version(package.distribution)
+    if version is None and not _is_there(package.module):
+        return note(package.name, f"not installed; {package.is_for} needs it", f"If wanted: {package.install}.")
+    if not package.is_native:
+        return ok(package.name, f"{version or 'some version'}; for {package.is_for}")
+    # In a process of its own: what it loads can take the interpreter down with it.
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import {package.module}"], capture_output=True, text=True, timeout=120
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        return failed(
+            package.name, f"installed, but importing it gave {lines[-1]}", f"Reinstall it: {package.install}."
+        )
+    return ok(package.name, f"{version or 'some version'}; for {package.is_for}")
+
+
+def apex() -> Finding:
+    """Only its fused SGD is of use, and PyPI's package of that name is another."""
+    build = "build github.com/NVIDIA/apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation ."
+    if not _is_there("apex"):
+        return note("apex", "not installed; torch's optimisers are used", f"For --optim.implementation apex: {build}")
+    try:
+        importlib.import_module("apex.optimizers").FusedSGD  # noqa: B018
+        importlib.import_module("amp_C")
+    except Exception as error:
+        return failed("apex", f"installed, but FusedSGD is not usable ({error})", f"pip uninstall apex, then {build}")
+    return ok("apex", "FusedSGD is there, for --optim.implementation apex")
+
+
+def nccl() -> Finding:
+    if not torch.distributed.is_available():
+        return note(
+            "NCCL", "this torch has no distributed package", "Install torch from the ordinary index for several GPUs."
+        )
+    if not torch.distributed.is_nccl_available():
+        return note("NCCL", "this torch was built without it; ranks speak gloo", "Only several GPUs need it.")
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ok("NCCL", ".".join(map(str, version)) if isinstance(version, tuple) else str(version))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
