@@ -34,7 +34,8 @@ int sweep_all(const char* isa) {
   std::uint32_t state = 1;
   for (const auto& [rows, dim] : sizes) {
     for (const Type type : {Type::float32, Type::float16, Type::bfloat16}) {
-      std::vector<float> scaled(rows * dim), positive(rows * dim), loss(rows), by_scaled(rows * dim), by_positive(rows * dim);
+      std::vector<float> scaled(rows * dim), positive(rows * dim);
+      std::vector<float> loss(rows), by_scaled(rows * dim), by_positive(rows * dim);
       for (float& x : scaled) x = 30 * drawn(state);
       for (float& x : positive) x = drawn(state);
       std::vector<std::int64_t> own(rows);

@@ -1,5 +1,5 @@
-// infonce_kernel.h for AVX2, FMA and F16C. The pragma follows the standard headers and everything below is in an anonymous
-// namespace, so that no function shared with other files is compiled for instructions that may be missing.
+// infonce_kernel.h for AVX2, FMA and F16C. The pragma follows the standard headers and everything below is in an
+// anonymous namespace, so that no function shared with other files is compiled for instructions that may be missing.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// infonce_kernel.h for AVX-512 F, BW, DQ and VL. The pragma follows the standard headers and everything below is in an anonymous
-// namespace, so that no function shared with other files is compiled for instructions that may be missing.
+// infonce_kernel.h for AVX-512 F, BW, DQ and VL. The pragma follows the standard headers and everything below is in an
+// anonymous namespace, so that no function shared with other files is compiled for instructions that may be missing.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +10,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 // GCC 12 warns of its own intrinsics, which leave a masked-out operand undefined (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

@@ -107,6 +107,9 @@ std::vector<Span> part_of(const std::vector<Span>& spans, std::int64_t dim, std:
   return out;
 }
 
+// More parts than threads, so that one which is held up does not hold up all; but each part has sums of its own.
+int parts_for(int num_threads) { return num_threads <= 1 ? 1 : std::max(num_threads, std::min(4 * num_threads, 16)); }
+
 // What one part of the banks gave.
 struct Part {
   Floats shift, total, weighted;
@@ -124,7 +127,7 @@ class Job {
         spans_(visible(banks, num_banks)),
         queries_(floats(padded_ * dim_)) {
     for (const Span& span : spans_) num_tiles_ += tiles_of(span);
-    parts_.resize(static_cast<std::size_t>(std::min<std::int64_t>(std::max(num_threads, 1), num_tiles_)));
+    parts_.resize(static_cast<std::size_t>(std::min<std::int64_t>(parts_for(num_threads), num_tiles_)));
     if (rows.own_M != nullptr) {
       own_.assign(static_cast<std::size_t>(padded_), -1);
       std::copy(rows.own_M, rows.own_M + rows.num_rows, own_.begin());
@@ -171,7 +174,8 @@ class Job {
     }
     sweep.widened = widened.get();
     // As many rows at a time as the second cache holds with what they sum up.
-    const std::size_t group = static_cast<std::size_t>(std::max<std::int64_t>(1, kGroupFloats / std::max<std::int64_t>(1, dim_ * widest)));
+    const std::int64_t floats_each = std::max<std::int64_t>(1, dim_ * widest);
+    const auto group = static_cast<std::size_t>(std::max<std::int64_t>(1, kGroupFloats / floats_each));
     for (std::size_t first = 0; first < panels_.size(); first += group) {
       sweep.panels = panels_.data() + first;
       sweep.num_panels = static_cast<int>(std::min(group, panels_.size() - first));
@@ -258,7 +262,10 @@ void infonce_cpu(const Rows& rows, const Bank* banks, int num_banks, const Resul
   if (rows.num_rows == 0) return;
   Job job(rows, banks, num_banks, result, num_threads);
   parallel(job.num_panels(), [&](int number) { job.pack(number); });
-  parallel(job.num_parts(), [&](int number) { job.sweep(number); });
+  std::atomic<int> next{0};
+  parallel(std::min(std::max(num_threads, 1), job.num_parts()), [&](int) {
+    for (int number = next++; number < job.num_parts(); number = next++) job.sweep(number);
+  });
   parallel(job.num_panels(), [&](int number) { job.finish(number); });
 }
 

@@ -12,8 +12,8 @@ namespace fastcssl::infonce {
 // Calls a function with 0, 1, ..., count - 1, in any order, several at a time.
 using Parallel = std::function<void(int count, const std::function<void(int)>& work)>;
 
-// The banks are divided into at most `num_threads` parts, whose results are added in their order: a number of threads
-// always gives the same bits.
+// The banks are divided into parts by `num_threads`, and their results are added in order: a number of threads always
+// gives the same bits.
 void infonce_cpu(const Rows& rows, const Bank* banks, int num_banks, const Result& result, int num_threads,
                  const Parallel& parallel);
 void enqueue_cpu(const Ring* rings, int num_rings, int dim);

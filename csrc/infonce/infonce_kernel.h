@@ -2,7 +2,7 @@
 // namespace: each instruction set has its own copy.
 //
 // It is attention with values = keys. A vector holds one number for each of several rows, so that keys are only ever
-// broadcast, from where they lie: nothing of a bank is copied or transposed. For each tile of keys and each panel of rows
+// broadcast, from where they lie: nothing of a bank is copied or transposed. For each tile of keys and panel of rows
 //
 //     softmax[j, rows] = 2^(log2(e) sum_d key[j, d] queries[d, rows] - shift[rows])     kept in the first cache
 //     weighted[d, rows] += sum_j key[j, d] softmax[j, rows]
@@ -42,6 +42,7 @@ FASTCSSL_INLINE F exp2(F x) {
 struct Work {
   const float* queries;
   const float* keys;
+  const char* ahead;  // what is swept next, to be fetched meanwhile
   std::int64_t dim;
   int num_keys;
   float* shift;
@@ -91,7 +92,9 @@ FASTCSSL_INLINE void softmax_of(const Work& work, int first, F (&sum)[W]) {
     for (int w = 0; w < W; ++w) s[r][w] = set1(0.0f);
   }
   const float* queries = work.queries;
-  for (std::int64_t d = 0; d < work.dim; ++d, queries += kRows) {
+  const char* ahead = work.ahead + first * work.dim * sizeof(float);
+  for (std::int64_t d = 0; d < work.dim; ++d, queries += kRows, ahead += R * sizeof(float)) {
+    __builtin_prefetch(ahead, 0, 2);
     F q[W];
 #pragma GCC unroll 3
     for (int w = 0; w < W; ++w) q[w] = load(queries + w * kLanes);
@@ -243,6 +246,9 @@ void run(const Sweep& sweep) {
     for (std::int64_t first = 0; first < span.count; first += kTileKeys) {
       const std::int64_t left = span.count - first;
       work.num_keys = static_cast<int>(left < kTileKeys ? left : kTileKeys);
+      const std::int64_t bytes = span.type == Type::float32 ? 4 : 2;
+      const std::int64_t next = left > kTileKeys ? first + kTileKeys : first;
+      work.ahead = static_cast<const char*>(span.keys_KD) + next * dim * bytes;
       if (span.type == Type::float32) {
         work.keys = static_cast<const float*>(span.keys_KD) + first * dim;
       } else {
