@@ -81,7 +81,7 @@ class Scale(NamedTuple):
 
 SCALES = {
     "smoke": Scale(1, "resnet18-w8", 32, 40, 1, 4, 2),
-    "quick": Scale(3, "resnet18-w8", 64, 512, 6, 20, EPOCHS),
+    "quick": Scale(5, "resnet18-w8", 64, 1020, 8, 40, EPOCHS),
     "full": Scale(5, "resnet18-w16", 64, 2048, 20, 80, EPOCHS),
 }
 
@@ -200,7 +200,7 @@ def accuracies(options: Options, scale: Scale, work: Path, on_step: Callable[[st
     if run is None:
         on_step("training encoders to compare accuracies on")
         each = scale.train_images
-        source = f"size=32,classes=20,train={each},val={max(2, each // 2)}"
+        source = f"size=32,classes=20,train={each},val={each}"
         data = prepared(work / f"array-{each}", source, kind="class", format="array", options=options)
         run = work / f"run-{each}-{scale.train_epochs}"
         found = recipe("demo", "moco", "finetune")

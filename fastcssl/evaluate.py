@@ -9,6 +9,7 @@ from fastcssl.data import Prepared
 from fastcssl.errors import UserError
 from fastcssl.interrupt import Stop
 from fastcssl.probes import ProbeViews
+from fastcssl.references import unmatched
 from fastcssl.request import Machine, Outcome, Progress, Request
 from fastcssl.results import DOWNSTREAM
 from fastcssl.sidebyside import SideBySide
@@ -29,11 +30,15 @@ def evaluate(
     machine, progress = machine or Machine(), progress or Progress()
     folders = {target.folder.resolve() for target in targets}
     others = [target for target in references if target.folder.resolve() not in folders]
+    for strange in unmatched(targets, others):
+        progress.note(f"{strange.folder} is no reference of these runs: its data, method or encoder is another.")
+        others.remove(strange)
     found: list[Outcome] = []
     with Stop() as stop:
         for where, name in _data_sets(targets, request):
             data = Prepared.open(where)
-            for views, batch_size, members in _by_views([*targets, *others], data, where, name, request):
+            everyone = [*targets] if name else [*targets, *others]  # a downstream set has no references
+            for views, batch_size, members in _by_views(everyone, data, where, name, request):
                 for scope in (f"{DOWNSTREAM}{name}",) if name else request.scopes:
                     plan = scopes.plan(data, scope)
                     for probe in request.probes:

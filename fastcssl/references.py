@@ -22,6 +22,13 @@ def matched(target: Target, others: Sequence[Target], manifest_sha256: str) -> d
     return found
 
 
+def unmatched(targets: Sequence[Target], references: Sequence[Target]) -> list[Target]:
+    """Those that are of no use to any of the targets."""
+    return [
+        other for other in references if not any(matched(target, [other], target.manifest_sha256) for target in targets)
+    ]
+
+
 def missing_commands(target: Target, tasks: Sequence[int], manifest: Path) -> list[str]:
     """Fine-tuning from nothing: with one task alone every strategy is that."""
     data = target.data or manifest

@@ -1,5 +1,6 @@
 """What an evaluation is asked for, what it runs on, what it tells while it runs, and what comes of it."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from fastcssl.config import Precision
 from fastcssl.dist import World
+from fastcssl.errors import UserError
 from fastcssl.probes.knn import Metric
 from fastcssl.results import Evaluation, Probe
 from fastcssl.targets import Target
@@ -31,6 +33,16 @@ class Request:
     seed: int = 0
     random_encoder: bool = True
     again: bool = False
+
+    def __post_init__(self) -> None:
+        least = (("k", self.k, 1), ("size-px", 1 if self.size_px is None else self.size_px, 1), ("seed", self.seed, 0))
+        for name, value, allowed in least:
+            if value < allowed:
+                raise UserError(f"--{name} {value}: give {allowed} or more.")
+        if not all(0 < strength < math.inf for strength in self.strengths):
+            raise UserError("--strength: give numbers above 0; larger ones penalise less.")
+        if not self.probes or not (self.scopes or self.downstream):
+            raise UserError("There is nothing to evaluate: give a --probe, and a --scope or a --downstream set.")
 
 
 class Interrupted(Exception):

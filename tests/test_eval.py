@@ -159,6 +159,15 @@ def test_a_grid_leaves_a_file_for_each_setting(copied: Trained, capsys: pytest.C
     assert "lr 0.1, batch size 16" in capsys.readouterr().out
 
 
+def test_a_reference_of_another_method_is_none(copied: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copied.alone / "config.json"
+    file.write_text(file.read_text().replace(json.loads(file.read_text())["manifest_sha256"], "0" * 64))
+    (made,) = evaluated(
+        copied.run, "--probe", "knn", "--metric", "cosine", "--data", copied.data, "--references", copied.alone
+    )
+    assert made.reference.ft is None and "is no reference of these runs" in capsys.readouterr().out
+
+
 def test_per_task_and_domain_scopes(copied: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     made = evaluated(copied.run, "--probe", "knn", "--metric", "cosine", "--scope", "per-task", "all")
     by_scope = {one.scope: one for one in made}
@@ -293,6 +302,10 @@ def test_runs_that_cannot_be_evaluated(copied: Trained, tmp_path: Path, capsys: 
     refused(capsys, copied.run, copied.run, says="is there twice")
     refused(capsys, copied.run, "--references", copied.run, says="no finished run of one task is there")
     refused(capsys, copied.run, "--lr", "-1", says="give an lr above 0")
+    refused(capsys, copied.run, "--probe", "knn", "--k", "0", says="--k 0: give 1 or more")
+    refused(capsys, copied.run, "--size-px", "0", says="--size-px 0: give 1 or more")
+    refused(capsys, copied.run, "--strength", "0", says="give numbers above 0")
+    refused(capsys, copied.run, "--scope", "none", says="There is nothing to evaluate")
     config = copied.run / "config.json"
     kept = config.read_text()
     config.write_text(kept[:50])
