@@ -156,9 +156,7 @@ def show(console: Console, bench: "Bench", summary: dict[str, Any], details: dic
         rates = " and ".join(f"{rate:.0f} GFLOP/s on {n} thread{'s' * (n > 1)}" for n, rate in bench.sgemm.items())
         say(f"\nOne large square product of MKL's reaches {rates}.")
         if any(k.startswith("vs_two_gemms") and (v or 0) > 1 for k, v in summary.items()):
-            say(
-                "More than 100 % of GEMM: MKL's products were no ceiling in this run, be it the processor or other load."
-            )
+            say("More than 100 % of GEMM: MKL's products were no ceiling here, be it the processor or other load.")
     for part, draw in (("grid", _grid), ("growth", _growth)):
         groups = [group for group in bench.groups if group.part == part]
         if groups:

@@ -28,7 +28,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernel_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "kernel.jsonl"
     command = [str(BENCHMARKS / "kernel.py"), "--smoke", "--json", str(numbers)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 110

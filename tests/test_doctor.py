@@ -39,7 +39,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def run(*arguments: str, **env: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "fastcssl.cli.doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **env})
 
 
 def only(found: Finding | Iterable[Finding]) -> Finding:

@@ -28,7 +28,7 @@ PROMISED = (
 def gpu_tests(*options: str, **env: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", *options]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=settings)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env=settings)
 
 
 def test_it_is_collected() -> None:
