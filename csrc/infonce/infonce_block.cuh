@@ -72,6 +72,7 @@ struct SweepBlock {
   static constexpr int kStepBytes = Math::kQueryFragments * kFragmentBytes;
   static constexpr int kQueryBytes = kBlockRows / kRowTile * kSteps * kStepBytes;
   static constexpr int kGroups = kDim / kKeyTile / Math::kGroup;
+  static constexpr bool kExactSums = kExact;
   static constexpr bool kSumsApart = sums_apart(kExact, kDim);
   static constexpr int kUnrolledSteps = kExact ? 2 : kSteps;  // split operands take the registers of more
   static constexpr int kSharedBytes = static_cast<int>(sweep_shared_bytes(kTile, sizeof(T), kExact));

@@ -16,6 +16,7 @@ VARIANTS = {
     "plain": ["-O2"],
     "quick": ["-O0"],  # to compile, not to run
     "sanitized": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "sanitized_quick": ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
 }
 
 
@@ -53,7 +54,7 @@ def compiled(source: str, folder: Path, flags: list[str], name: str) -> Path:
 def call(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[:5000]}")
 
 
 def planted(kernel: Path, edits: dict[str, str]) -> Path:
