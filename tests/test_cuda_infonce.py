@@ -244,7 +244,7 @@ def test_clean_under_sanitizers() -> None:
 
 def is_found_out(edits: dict[str, str], seed: int = 0, skip_barrier: str = "") -> bool:
     """On problems that use every barrier and stage: two blocks of rows, three banks in one split, tiles that do not
-    fill the ring evenly. At 1 each single key counts; at 0.02 the maximum of a row rises by so much that sums are scaled."""
+    fill the ring evenly. At 1 each single key counts; at 0.02 the maximum of a row rises so that sums are scaled."""
     executable = emulate.build(KERNEL, DRIVER, variant="quick" if edits else "plain", edits=edits)
     for temperature in (1.0, 0.02):
         problem = draw(40, 140, 64, (40, 136, 71), torch.float16, temperature, SINGLE)

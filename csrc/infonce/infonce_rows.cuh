@@ -108,8 +108,11 @@ struct RowState {
     for (int r = 0; r < Block::kRowTiles; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const std::int64_t own = block.own[row_of(thread, r, half)] - first_key;
-        hidden[r][half] = own >= 0 && own < Block::kKeys ? static_cast<int>(own) : -1;
+        hidden[r][half] = -1;
+        const std::int64_t row = Block::first_row() + row_of(thread, r, half);
+        if (block.sweep.own_M == nullptr || row >= block.sweep.num_rows) continue;
+        const std::int64_t own = block.sweep.own_M[row] - first_key;
+        if (own >= 0 && own < Block::kKeys) hidden[r][half] = static_cast<int>(own);
         touched |= hidden[r][half] >= 0;
       }
     }

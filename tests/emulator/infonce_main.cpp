@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -14,12 +15,19 @@ namespace {
 
 using namespace fastcssl::infonce;
 
-// 16-byte aligned, as banks must be, and not a byte longer than asked for.
+constexpr std::align_val_t kAlignment{256};  // as cudaMalloc has it
+
+struct Free {
+  void operator()(unsigned char* memory) const { ::operator delete(memory, kAlignment); }
+};
+
+// Not a byte longer than asked for; NaN, where nothing is written.
 struct Buffer {
   std::size_t bytes = 0;
-  std::unique_ptr<unsigned char[]> memory;
+  std::unique_ptr<unsigned char, Free> memory;
 
-  explicit Buffer(std::size_t count) : bytes(count), memory(new unsigned char[count]) {
+  explicit Buffer(std::size_t count)
+      : bytes(count), memory(static_cast<unsigned char*>(::operator new(count, kAlignment))) {
     std::memset(memory.get(), 0xff, bytes);
   }
   template <class T>
