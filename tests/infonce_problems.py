@@ -3,13 +3,11 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 SINGLE, EXACT = "tf32", "tf32x3"
-NUMPY = {torch.float32: np.float32, torch.float16: np.uint16, torch.bfloat16: np.uint16}
 Answer = tuple[Tensor, Tensor, Tensor]  # loss_M, by_scaled_MD, by_positive_MD
 
 
@@ -22,11 +20,13 @@ class Problem:
     own_M: Tensor | None = None
     positive_in_denominator: bool = True
     precision: str = EXACT
+    wants_scaled: bool = True
+    wants_positive: bool = True
 
     def stdin(self) -> bytes:
         filled = self.filled or [None] * len(self.banks)
         head = [*self.scaled_MD.shape, len(self.banks), (SINGLE, EXACT).index(self.precision)]
-        head += [self.positive_in_denominator, self.own_M is not None, True, True]
+        head += [self.positive_in_denominator, self.own_M is not None, self.wants_scaled, self.wants_positive]
         parts = [np.array(head, np.int64).tobytes(), bytes_of(self.scaled_MD), bytes_of(self.positive_MD)]
         if self.own_M is not None:
             parts.append(bytes_of(self.own_M))
@@ -36,11 +36,13 @@ class Problem:
         return b"".join(parts)
 
     def answer_of(self, stdout: bytes) -> Answer:
-        flat = torch.frombuffer(bytearray(stdout), dtype=torch.float32).double()
+        """What was not asked for is empty."""
+        flat = torch.frombuffer(bytearray(stdout), dtype=torch.float32).double() if stdout else torch.zeros(0).double()
         (num_rows, dim), size = self.scaled_MD.shape, self.scaled_MD.numel()
-        assert len(flat) == num_rows + 2 * size, "standard output has the wrong length"
-        loss_M, by_scaled, by_positive = flat.split([num_rows, size, size])
-        return loss_M, by_scaled.view(num_rows, dim), by_positive.view(num_rows, dim)
+        sizes = [num_rows, size * self.wants_scaled, size * self.wants_positive]
+        assert len(flat) == sum(sizes), "standard output has the wrong length"
+        loss_M, by_scaled, by_positive = flat.split(sizes)
+        return loss_M, by_scaled.view(-1, dim), by_positive.view(-1, dim)
 
 
 def bytes_of(values: Tensor) -> bytes:
@@ -105,11 +107,15 @@ def worst(problem: Problem, found: Answer) -> float:
     """The largest error in units of what is allowed: twice that of plain torch with the same roundings, plus 1e-5."""
     truth = solve(problem)
     if problem.precision == EXACT:
-        plain = solve(problem, torch.float32)
+        plain = [solve(problem, torch.float32)]
     else:
-        by_type = [solve(problem, rounded=dtype) for dtype in {bank.dtype for bank in problem.banks}] or [truth]
-        plain = tuple(max(parts, key=lambda part: distance(part, exact)) for parts, exact in zip(zip(*by_type), truth))  # noqa: B905
-    ratios = [distance(f, t) / (2 * distance(p, t) + 1e-5) for f, p, t in zip(found, plain, truth, strict=True)]
+        plain = [solve(problem, rounded=dtype) for dtype in {bank.dtype for bank in problem.banks}]
+    ratios = []
+    for i, (values, wanted) in enumerate(zip(found, truth, strict=True)):
+        if len(values) == 0 < len(wanted):
+            continue  # not asked for
+        allowed = 2 * max((distance(answer[i], wanted) for answer in plain), default=0.0) + 1e-5
+        ratios.append(distance(values, wanted) / allowed)
     return max(ratios)
 
 
@@ -147,6 +153,3 @@ def draw(
         )
     banks = [bank.to(dtype) for bank in banks]
     return Problem(query / temperature, positive, banks, precision=precision, **more)  # type: ignore[arg-type]
-
-
-Floats = npt.NDArray[np.float32]

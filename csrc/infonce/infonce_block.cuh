@@ -72,6 +72,7 @@ struct SweepBlock {
   static constexpr int kStepBytes = Math::kQueryFragments * kFragmentBytes;
   static constexpr int kQueryBytes = kBlockRows / kRowTile * kSteps * kStepBytes;
   static constexpr int kGroups = kDim / kKeyTile / Math::kGroup;
+  static constexpr bool kExactSums = kExact;
   static constexpr bool kSumsApart = sums_apart(kExact, kDim);
   static constexpr int kUnrolledSteps = kExact ? 2 : kSteps;  // split operands take the registers of more
   static constexpr int kSharedBytes = static_cast<int>(sweep_shared_bytes(kTile, sizeof(T), kExact));
@@ -82,23 +83,22 @@ struct SweepBlock {
   static_assert(kKeys % (2 * kKeyTile) == 0 && kKeys % Math::kDepth == 0 && kStages >= 2, "whole products");
   static_assert(kQueryBytes == kBlockRows * kDim * query_bytes(sizeof(T), kExact), "the table of tiles");
   static_assert(kSharedBytes <= static_cast<int>(kLeastSharedBytes), "every architecture");
+  static_assert(kBlockRows * static_cast<int>(sizeof(float)) <= kStageBytes, "factors in the first stage");
   static_assert(kRowBytes <= 1024, "rows are no longer than the alignment of shared memory");
 
   const Sweep& sweep;
   unsigned char* const stages;
   unsigned char* const queries;
-  std::int64_t* const own;  // of each row of the block; -1: sees all
   Segment* const segments;  // of each bank
-  float* const factors;     // of each row's logits, to the base 2
+  float* const factors;     // of each row's logits, to the base 2; in the first stage, until the first copy
   const unsigned stages_address;
 
   __device__ SweepBlock(const Sweep& arguments, unsigned char* shared)
       : sweep(arguments),
         stages(shared),
         queries(shared + kStages * kStageBytes),
-        own(reinterpret_cast<std::int64_t*>(queries + kQueryBytes)),
-        segments(reinterpret_cast<Segment*>(own + kBlockRows)),
-        factors(reinterpret_cast<float*>(segments + kMaxBanks)),
+        segments(reinterpret_cast<Segment*>(queries + kQueryBytes)),
+        factors(reinterpret_cast<float*>(shared)),
         stages_address(shared_address(shared)) {}
 
   __device__ static std::int64_t first_row() { return static_cast<std::int64_t>(blockIdx.x) * kBlockRows; }
@@ -128,10 +128,6 @@ struct SweepBlock {
         Math::store_query(fragments, row % kRowTile, column % Math::kDepth, values[i] * scale);
       }
       if (lane == 0) factors[row] = kLog2E * __uint_as_float(static_cast<unsigned>(127 - shift) << 23);
-    }
-    for (int row = static_cast<int>(threadIdx.x); row < kBlockRows; row += kThreads) {
-      const bool has_own = sweep.own_M != nullptr && first_row() + row < sweep.num_rows;
-      own[row] = has_own ? sweep.own_M[first_row() + row] : -1;
     }
   }
 

@@ -27,7 +27,7 @@ static_assert(kCombineThreads >= kMaxDim, "a column a thread");
 constexpr float kLn2 = 0.6931471805599453f;
 
 struct CombineShared {
-  float sums[kCombineWarps][kMaxDim];
+  alignas(16) float sums[kCombineWarps][kMaxDim];
   float weights[kCombineWarps], products[kCombineWarps];
 };
 

@@ -61,6 +61,7 @@ FASTCSSL_MULTIPLY(multiply_tf32, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32
 __device__ inline int fresh_thread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  __builtin_assume(thread >= 0);
   return thread;
 }
 

@@ -78,10 +78,23 @@ struct RowState {
         const typename Math::Keys low = Math::keys(bits[0], bits[1]), high = Math::keys(bits[2], bits[3]);
 #pragma unroll
         for (int r = 0; r < Block::kRowTiles; ++r) {
-          Math::multiply(logits[r][k], rows[r], low);
-          Math::multiply(logits[r][k + 1], rows[r], high);
+          add_product(logits[r][k], rows[r], low);
+          add_product(logits[r][k + 1], rows[r], high);
         }
       }
+    }
+  }
+
+  // Tensor cores truncate sums; where numbers are split, that would show, and the product is added by an instruction
+  // that rounds.
+  __device__ static void add_product(float (&logits)[4], const typename Math::Rows& rows, const typename Math::Keys& keys) {
+    if constexpr (Block::kExactSums) {
+      float product[4] = {};
+      Math::multiply(product, rows, keys);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) logits[i] += product[i];
+    } else {
+      Math::multiply(logits, rows, keys);
     }
   }
 
@@ -95,8 +108,11 @@ struct RowState {
     for (int r = 0; r < Block::kRowTiles; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const std::int64_t own = block.own[row_of(thread, r, half)] - first_key;
-        hidden[r][half] = own >= 0 && own < Block::kKeys ? static_cast<int>(own) : -1;
+        hidden[r][half] = -1;
+        const std::int64_t row = Block::first_row() + row_of(thread, r, half);
+        if (block.sweep.own_M == nullptr || row >= block.sweep.num_rows) continue;
+        const std::int64_t own = block.sweep.own_M[row] - first_key;
+        if (own >= 0 && own < Block::kKeys) hidden[r][half] = static_cast<int>(own);
         touched |= hidden[r][half] >= 0;
       }
     }

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(tile_of(sizeof(T), kExact, kDim, kFew).threads
       segment.keys_KD += tile_bytes;
       load_stage = load_stage + 1 < Block::kStages ? load_stage + 1 : 0;
     };
-    __syncthreads();  // the tiles of the bank before are done with
+    __syncthreads();  // the factors, or the tiles of the bank before, are done with
 #pragma unroll
     for (int i = 0; i < Block::kStages - 1; ++i) load(i);
     for (int tile = 0; tile < segment.num_tiles; ++tile) {

@@ -21,7 +21,7 @@ struct Tile {
   int row_tiles;  // of 16 rows each, in one warp
   int keys;       // of a bank, in one stage
   int stages;     // of the pipeline of asynchronous copies
-  int blocks;     // on one multiprocessor, that registers must allow
+  int blocks;     // on one multiprocessor, that registers must allow; shared memory does from 164 kB on, or sooner
   int registers;  // of a thread: the most that any architecture may use
 
   constexpr int threads() const { return warps * 32; }
@@ -30,20 +30,20 @@ struct Tile {
 
 // Half-precision banks, one product of rounded operands.
 constexpr Tile kHalf64{64, 4, 2, 32, 3, 3, 168};
-constexpr Tile kHalf128{128, 4, 2, 32, 2, 2, 255};
-constexpr Tile kHalf256{256, 8, 1, 32, 2, 1, 255};
+constexpr Tile kHalf128{128, 4, 2, 32, 2, 2, 248};
+constexpr Tile kHalf256{256, 8, 1, 32, 2, 1, 248};
 // The same for few rows: the bank's bytes are the bound, so more of them are on their way.
-constexpr Tile kHalfFew64{64, 4, 1, 64, 3, 3, 168};
+constexpr Tile kHalfFew64{64, 4, 1, 64, 3, 3, 160};
 constexpr Tile kHalfFew128{128, 4, 1, 32, 4, 3, 168};
 // Half-precision banks, queries and weights as the sum of two (float16) or three (bfloat16) numbers.
-constexpr Tile kHalfExact64{64, 4, 1, 32, 3, 3, 168};
-constexpr Tile kHalfExact128{128, 8, 1, 32, 3, 1, 255};
-constexpr Tile kHalfExact256{256, 4, 1, 16, 3, 1, 255};
+constexpr Tile kHalfExact64{64, 4, 1, 32, 3, 3, 160};
+constexpr Tile kHalfExact128{128, 8, 1, 32, 3, 1, 240};
+constexpr Tile kHalfExact256{256, 4, 1, 16, 3, 1, 240};
 // float32 banks, as one or as two TF32 numbers.
 constexpr Tile kFloat64{64, 8, 1, 32, 2, 2, 128};
 constexpr Tile kFloatExact64{64, 4, 1, 32, 2, 3, 168};
-constexpr Tile kFloat128{128, 8, 1, 32, 2, 1, 255};
-constexpr Tile kFloat256{256, 4, 1, 16, 2, 1, 255};
+constexpr Tile kFloat128{128, 8, 1, 32, 2, 1, 240};
+constexpr Tile kFloat256{256, 4, 1, 16, 2, 1, 240};
 
 // `dim` is 64, 128 or 256.
 constexpr Tile tile_of(int element_bytes, bool exact, int dim, bool few) {
@@ -65,15 +65,14 @@ constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 2
 // Queries stay in shared memory, in the bank's type or, where they are split, as float32.
 constexpr int query_bytes(int element_bytes, bool exact) { return exact ? 4 : element_bytes; }
 
-// The stages first, then the queries, then of each row its own key and the factor of its logits, and the block's part
-// of each bank.
+// The stages first, then the queries, then the block's part of each bank.
 constexpr int kSegmentBytes = 24;
 constexpr std::size_t stage_bytes(const Tile& tile, int element_bytes) {
   return static_cast<std::size_t>(tile.keys) * tile.dim * element_bytes;
 }
 constexpr std::size_t sweep_shared_bytes(const Tile& tile, int element_bytes, bool exact) {
   return tile.stages * stage_bytes(tile, element_bytes) +
-         static_cast<std::size_t>(tile.rows()) * (tile.dim * query_bytes(element_bytes, exact) + 8 + 4) +
+         static_cast<std::size_t>(tile.rows()) * tile.dim * query_bytes(element_bytes, exact) +
          kMaxBanks * kSegmentBytes;
 }
 

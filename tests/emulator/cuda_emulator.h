@@ -12,12 +12,16 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include "scheduler.h"
+#if defined(EMULATOR_PTX)
+#include "ptx_watch.h"
+#endif
 
 // ---- keywords -------------------------------------------------------------------------------------------------------
 #define __global__
@@ -109,9 +113,30 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t sh
   std::tuple<Parameters...> packed(std::forward<Arguments>(arguments)...);
   gridDim = grid;
   blockDim = block;
-  const std::string failure = Scheduler::instance().run_grid(
-      {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes, [&] { std::apply(kernel, packed); },
-      [](const Dim& at) { blockIdx = {at.x, at.y, at.z}; }, [](const Dim& at) { threadIdx = {at.x, at.y, at.z}; });
+  std::function<void()> body = [&] { std::apply(kernel, packed); };
+#if defined(EMULATOR_PTX)
+  // What nvcc made of the kernel runs in its place.
+  ptx::Watch& watch = ptx::Watch::instance();
+  const ptx::Watch::Run run = watch.begin_launch(reinterpret_cast<const void*>(kernel));
+  if (run == nullptr) return set_error(cudaErrorLaunchFailure, "no PTX of the kernel was translated");
+  const void* parameters[sizeof...(Parameters)];
+  std::apply([&](auto&... each) { std::size_t i = 0; ((parameters[i++] = &each), ...); }, packed);
+  body = [&] { run(parameters); };
+  shared_bytes = watch.shared_bytes(shared_bytes);
+#endif
+  const auto set_block = [](const Dim& at) {
+#if defined(EMULATOR_PTX)
+    ptx::Watch::instance().begin_block();
+#endif
+    blockIdx = {at.x, at.y, at.z};
+  };
+  const std::string failure =
+      Scheduler::instance().run_grid({grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes, body, set_block,
+                                     [](const Dim& at) { threadIdx = {at.x, at.y, at.z}; });
+#if defined(EMULATOR_PTX)
+  watch.end_launch();
+  watch.report();
+#endif
   if (!failure.empty()) set_error(cudaErrorLaunchFailure, failure);
 }
 

@@ -3,9 +3,15 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+from emulator import ptx
 
 EMULATOR = Path(__file__).resolve().parent
 CSRC = EMULATOR.parent.parent / "csrc"
@@ -16,6 +22,7 @@ VARIANTS = {
     "plain": ["-O2"],
     "quick": ["-O0"],  # to compile, not to run
     "sanitized": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "sanitized_quick": ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
 }
 
 
@@ -53,7 +60,7 @@ def compiled(source: str, folder: Path, flags: list[str], name: str) -> Path:
 def call(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[:5000]}")
 
 
 def planted(kernel: Path, edits: dict[str, str]) -> Path:
@@ -95,6 +102,48 @@ def build(kernel: Path, *others: Path, variant: str = "plain", edits: dict[str, 
     return target
 
 
+def need_nvcc() -> None:
+    """Skips the test where nvcc is missing, unless FASTCSSL_REQUIRE_BACKENDS=1 makes that a failure."""
+    if shutil.which("nvcc") is None:
+        if os.environ.get("FASTCSSL_REQUIRE_BACKENDS") == "1":
+            pytest.fail("nvcc is required here but is not on PATH")
+        pytest.skip("nvcc is not on PATH")
+
+
+def nvcc_ptx(kernel: Path, architecture: int = 80) -> str:
+    """What nvcc makes of the kernel for all GPUs from this architecture on; compiled once for a given content."""
+    source = kernel.read_text()
+    command = ["nvcc", "-ptx", "-std=c++17", "-O3", f"-arch=compute_{architecture}", f"-I{CSRC}"]
+    digest = hashlib.sha256("\0".join([source, *command]).encode())
+    for header in sorted(headers_of(source, kernel.parent, [CSRC])):
+        digest.update(header.read_bytes())
+    target = CACHE / f"{kernel.stem}-{digest.hexdigest()[:24]}.ptx"
+    if not target.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            call([*command, str(kernel), "-o", f"{scratch}/out"])
+            Path(f"{scratch}/out").rename(target)
+    return target.read_text()
+
+
+def build_ptx(kernel: Path, *others: Path, wanted: list[str], mutate: Callable[[str], str] = lambda text: text) -> Path:
+    """As `build`, but of the kernels named in `wanted` it runs the translated PTX, and no other kernel at all. `mutate`
+    plants a fault in the PTX."""
+    # A register of PTX that is never read and a label that is never jumped to are nothing to warn of.
+    flags = [*FLAGS, "-DEMULATOR_PTX", "-Wno-unused", "-Wno-maybe-uninitialized"]
+    translated = ptx.translate(mutate(nvcc_ptx(kernel)), wanted)
+    objects = [compiled(translated, EMULATOR, [*flags, "-O1"], f"{kernel.stem}-ptx")]
+    for path in (kernel, *others, EMULATOR / "scheduler.cpp", EMULATOR / "ptx_watch.cpp"):
+        level = "-O0" if path == kernel else "-O2"  # the kernel's source is there for its name and its launch
+        objects.append(compiled(f'#line 1 "{path}"\n{path.read_text()}', path.parent, [*flags, level], path.stem))
+    target = CACHE / f"{kernel.stem}-ptx-{hashlib.sha256(str(objects).encode()).hexdigest()[:24]}"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            call(["g++", *flags, "-rdynamic", *map(str, objects), "-ldl", "-o", f"{scratch}/out"])
+            Path(f"{scratch}/out").rename(target)
+    return target
+
+
 def run(
     executable: Path,
     stdin: bytes = b"",
@@ -102,10 +151,14 @@ def run(
     seed: int = 0,
     skip_barrier: str = "",
     multiprocessors: int = 4,
+    report: Path | None = None,
 ) -> "subprocess.CompletedProcess[bytes]":
-    """`seed` orders blocks, warps and lanes; `skip_barrier` is the file:line of a __syncthreads() that does nothing."""
+    """`seed` orders blocks, warps and lanes; `skip_barrier` is the file:line of a __syncthreads() that does nothing;
+    `report` is where translated PTX writes what its memory accesses were like."""
     env = {**os.environ, "EMULATOR_SEED": str(seed), "EMULATOR_SKIP_BARRIER": skip_barrier}
     env["EMULATOR_MULTIPROCESSORS"] = str(multiprocessors)
+    if report is not None:
+        env["PTX_REPORT"] = str(report)
     env.pop("LD_PRELOAD", None)
     env["ASAN_OPTIONS"] = "detect_stack_use_after_return=0"
     return subprocess.run([str(executable), *args], input=stdin, capture_output=True, timeout=300, env=env)

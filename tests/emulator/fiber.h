@@ -105,7 +105,7 @@ class Fiber {
   static void begun(Fiber& caller) { arrived(nullptr, &caller); }
 
  private:
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(EMULATOR_PTX)
   static constexpr std::size_t kStackBytes = 256 << 10;
 #else
   static constexpr std::size_t kStackBytes = 64 << 10;

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -14,12 +15,19 @@ namespace {
 
 using namespace fastcssl::infonce;
 
-// 16-byte aligned, as banks must be, and not a byte longer than asked for.
+constexpr std::align_val_t kAlignment{256};  // as cudaMalloc has it
+
+struct Free {
+  void operator()(unsigned char* memory) const { ::operator delete(memory, kAlignment); }
+};
+
+// Not a byte longer than asked for; NaN, where nothing is written.
 struct Buffer {
   std::size_t bytes = 0;
-  std::unique_ptr<unsigned char[]> memory;
+  std::unique_ptr<unsigned char, Free> memory;
 
-  explicit Buffer(std::size_t count) : bytes(count), memory(new unsigned char[count]) {
+  explicit Buffer(std::size_t count)
+      : bytes(count), memory(static_cast<unsigned char*>(::operator new(count, kAlignment))) {
     std::memset(memory.get(), 0xff, bytes);
   }
   template <class T>
@@ -53,7 +61,7 @@ int report(const char* function, int error) {
 
 // M, D, number of banks, precision, positive in the denominator, has own, wants by_scaled, by_positive; scaled, positive,
 // own; of each bank: K, type, filled (-1: none), rows. Out: loss, by_scaled, by_positive.
-int sweep() {
+int sweep(bool misaligned) {
   Rows rows{};
   rows.num_rows = read_number();
   rows.dim = static_cast<int>(read_number());
@@ -75,7 +83,7 @@ int sweep() {
     bank.type = static_cast<Type>(read_number());
     const std::int64_t filled = read_number();
     kept.push_back(read_bytes(static_cast<std::size_t>(bank.num_rows) * rows.dim * bytes_of(bank.type)));
-    bank.rows_KD = kept.back().as<void>();
+    bank.rows_KD = kept.back().as<unsigned char>() + (misaligned ? 2 : 0);
     if (filled >= 0) {
       kept.emplace_back(sizeof filled);
       std::memcpy(kept.back().memory.get(), &filled, sizeof filled);
@@ -130,7 +138,7 @@ int enqueue() {
 
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
-  if (what == "sweep") return sweep();
+  if (what == "sweep" || what == "sweep_misaligned") return sweep(what != "sweep");
   if (what == "enqueue") return enqueue();
   std::fprintf(stderr, "sweep or enqueue, not '%s'\n", what.c_str());
   return 2;

@@ -80,20 +80,25 @@ void Scheduler::run_block(const Dim& block) {
   }
 }
 
-// Every thread that can go on does so once, up to where it has to wait.
+// One warp after another, in an order that is drawn anew for each stretch between barriers, goes as far as it can without
+// the others. So warps are as far apart as barriers allow, and a missing one shows.
 void Scheduler::run_round() {
   std::vector<int> warps((num_threads_ + kWarpSize - 1) / kWarpSize), lanes(kWarpSize);
   std::iota(warps.begin(), warps.end(), 0);
   std::shuffle(warps.begin(), warps.end(), random_);
   for (int warp : warps) {
-    std::iota(lanes.begin(), lanes.end(), warp * kWarpSize);
-    std::shuffle(lanes.begin(), lanes.end(), random_);
-    for (int thread : lanes) {
-      if (thread >= num_threads_ || threads_[thread]->state != State::ready) continue;
-      current_ = thread;
-      (*set_thread_)(threads_[thread]->index);
-      Fiber::switch_to(home_, threads_[thread]->fiber);
-      if (!failure_.empty()) return;
+    for (bool any = true; any;) {
+      any = false;
+      std::iota(lanes.begin(), lanes.end(), warp * kWarpSize);
+      std::shuffle(lanes.begin(), lanes.end(), random_);
+      for (int thread : lanes) {
+        if (thread >= num_threads_ || threads_[thread]->state != State::ready) continue;
+        any = true;
+        current_ = thread;
+        (*set_thread_)(threads_[thread]->index);
+        Fiber::switch_to(home_, threads_[thread]->fiber);
+        if (!failure_.empty()) return;
+      }
     }
   }
 }
