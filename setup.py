@@ -18,8 +18,7 @@ TORCH_FLOOR = "0x020d000000000000"  # 2.13: the stable ABI that the operators ar
 FLAGS = ["-O3", "-std=c++17", "-Wall", "-Wextra", "-fvisibility=hidden"]
 PHOTOMETRIC = [f"csrc/views/photometric_{name}.cpp" for name in ("cpu", "avx2", "avx512")]
 INFONCE = [f"csrc/infonce/infonce_{name}.cpp" for name in ("op", "cpu", "avx2", "avx512", "portable")]
-# The kernels of infonce_cuda.cu may not be in the tree yet; infonce_op.cpp looks for the same file.
-KERNELS = [p for p in ("csrc/views/photometric_cuda.cu", "csrc/infonce/infonce_cuda.cu") if Path(p).exists()]
+KERNELS = ["csrc/views/photometric_cuda.cu", "csrc/infonce/infonce_cuda.cu"]
 
 
 def find_cuda() -> Path | None:

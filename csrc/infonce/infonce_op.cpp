@@ -17,10 +17,6 @@
 #include "infonce/infonce_cpu.h"
 #include "refuse.h"
 
-#if defined(FASTCSSL_WITH_CUDA) && __has_include("infonce/infonce_cuda.cu")
-#define FASTCSSL_WITH_INFONCE_CUDA
-#endif
-
 namespace {
 
 using fastcssl::refuse;
@@ -208,7 +204,7 @@ void enqueue_cpu(Tensors rings, Tensors pointers, Tensors filled, Tensors keys, 
 
 // ---- CUDA: on the current stream of the tensors' device, without waiting for it.
 
-#ifdef FASTCSSL_WITH_INFONCE_CUDA
+#ifdef FASTCSSL_WITH_CUDA
 Swept run_cuda(const char* op, const Tensor& scaled, const Reading& read, const std::vector<bool>& wanted, bool exact,
                void* stream) {
   if (!infonce::infonce_cuda_takes(read.rows.dim)) {
@@ -299,7 +295,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastcssl, CPU, m) {
   m.impl("enqueue", TORCH_BOX(&enqueue_cpu));
 }
 
-#ifdef FASTCSSL_WITH_INFONCE_CUDA
+#ifdef FASTCSSL_WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(fastcssl, CUDA, m) {
   m.impl("info_nce_sweep", TORCH_BOX(&sweep_cuda));
   m.impl("info_nce_sweep_enqueue", TORCH_BOX(&sweep_enqueue_cuda));
