@@ -132,7 +132,7 @@ def build_ptx(kernel: Path, *others: Path, wanted: list[str], mutate: Callable[[
     # A register of PTX that is never read and a label that is never jumped to are nothing to warn of.
     flags = [*FLAGS, "-DEMULATOR_PTX", "-Wno-unused", "-Wno-maybe-uninitialized"]
     translated = ptx.translate(mutate(nvcc_ptx(kernel)), wanted)
-    objects = [compiled(translated, EMULATOR, [*flags, "-O1"], f"{kernel.stem}-ptx")]
+    objects = [compiled(translated, EMULATOR, [*flags, "-O0"], f"{kernel.stem}-ptx")]
     for path in (kernel, *others, EMULATOR / "scheduler.cpp", EMULATOR / "ptx_watch.cpp"):
         level = "-O0" if path == kernel else "-O2"  # the kernel's source is there for its name and its launch
         objects.append(compiled(f'#line 1 "{path}"\n{path.read_text()}', path.parent, [*flags, level], path.stem))
