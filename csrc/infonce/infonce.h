@@ -58,7 +58,9 @@ struct Ring {
 // float32 products on tensor cores: each operand as one TF32 number, or as the sum of two (three products).
 enum class Precision { tf32, tf32x3 };
 
-// ---- CUDA (infonce_cuda.cu). All pointers are of the device; nothing waits for it; errors are cudaError_t numbers, 0: none.
+// ---- CUDA (infonce_cuda.cu). All pointers are of the current device; nothing waits for it; errors are cudaError_t
+// numbers, 0: none. A bank that the sweep reads begins at a multiple of 16 bytes, as every tensor of its own does, or the
+// error is cudaErrorMisalignedAddress.
 
 // Widths that the kernels take: multiples of 8 up to 256.
 bool infonce_cuda_takes(int dim);
