@@ -63,6 +63,18 @@ def test_many_splits_and_a_block_that_straddles_banks() -> None:
     check(draw(4, 30, 64, (700, 1, 333), torch.float32), multiprocessors=40)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "dim", "size"),
+    [(torch.float16, SINGLE, 64, 16384), (torch.float32, EXACT, 64, 16384), (torch.float32, EXACT, 256, 8192)],
+    ids=str,
+)
+def test_the_longest_chain_of_sums(dtype: torch.dtype, precision: str, dim: int, size: int) -> None:
+    """As many keys as one split takes, all the same: every truncated sum is cut off in the same direction."""
+    problem = draw(5, 16, dim, (size,), dtype, precision=precision)
+    problem.banks[0][:] = problem.banks[0][3].clone()
+    check(problem, multiprocessors=1)
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_positive_outside_of_the_denominator(dtype: torch.dtype) -> None:
     check(draw(5, 20, 64, (77,), dtype, positive_in_denominator=False))
