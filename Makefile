@@ -37,6 +37,8 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/prep.py --quick
 	$(BIN)/python benchmarks/loader.py --quick
 	$(BIN)/python benchmarks/train.py --quick
+	$(BIN)/python benchmarks/kernel.py --quick
+	$(BIN)/python benchmarks/evaluate.py --quick
 	$(BIN)/python benchmarks/evaluate.py --quick
 
 ## make sweep: every method under every strategy, by the command, two short tasks each

@@ -81,7 +81,7 @@ class Scale(NamedTuple):
 
 SCALES = {
     "smoke": Scale(1, "resnet18-w8", 32, 40, 1, 4, 2),
-    "quick": Scale(5, "resnet18-w8", 64, 1020, 8, 40, EPOCHS),
+    "quick": Scale(5, "resnet18-w8", 64, 500, 8, 40, EPOCHS),
     "full": Scale(5, "resnet18-w16", 64, 2048, 20, 80, EPOCHS),
 }
 
@@ -212,7 +212,8 @@ def accuracies(options: Options, scale: Scale, work: Path, on_step: Callable[[st
             online_probe="off",
             run=RunConfig(num_threads=options.threads, device=options.device),
         )
-        train(found.changed_to(small), data=data.folder, out=run, console=Console(quiet=True))
+        if signal := train(found.changed_to(small), data=data.folder, out=run, console=Console(quiet=True)).signal:
+            raise SystemExit(128 + signal)
     on_step(f"{scale.exact_epochs} epochs of the exact probe")
     targets = open_targets([run], architecture=None, family="imagenet", size_px=None, out=None)
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")

@@ -257,8 +257,9 @@ def show(console: Console, found: dict[str, Any]) -> None:
             table.add_row(strategy, *(_cell(row[column]) for column in columns), str(len(row["seeds"])))
         console.print(table)
     console.print(
-        "Top-1 in %, mean ± standard deviation over seeds; tasks weigh alike. S: fall from the best.", style="dim"
+        "Top-1 in %, mean ± standard deviation over seeds; tasks weigh alike. A: after the last task.", style="dim"
     )
+    console.print("S: fall from the best. since: change since it was learnt.", style="dim")
 
 
 def _cell(value: tuple[float, float | None] | None) -> str:
