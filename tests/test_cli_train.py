@@ -135,7 +135,7 @@ def test_help_with_the_words_shows_the_flags_with_their_values(args: tuple[str, 
         assert f"{flag} " in common
     assert "--epochs 12 " in common and "runs/demo-moco-pnr-seed5" in common
     rest = out.partition("Everything else")[2]
-    for line in ("--method.bank.size 1024", "--encoder.name resnet18-w16", "--strategy.pn1 on", "--log-every 10"):
+    for line in ("--method.bank.size 512", "--encoder.name resnet18-w16", "--strategy.pn1 on", "--log-every 10"):
         assert line in rest
     assert "lars | sgd | adamw" in rest and 'the "queue size" of the papers' in rest
 
@@ -202,7 +202,7 @@ def changed(*args: str) -> dict[str, Any]:
         ((), {}),
         (("--epochs", "3", "--seed", "8"), {"epochs": 3, "seed": 8}),
         (("--optim.lr", "0.3", "--optim.name=sgd"), {"optim.lr": 0.3, "optim.name": "sgd"}),
-        (("--method.bank.size", "512"), {"method.bank.size": 512}),
+        (("--method.bank.size", "256"), {"method.bank.size": 256}),
         (("--method.bank.at_task_start", "prefill"), {"method.bank.at_task_start": "prefill"}),
         (("--strategy.no-pn1",), {"strategy.pn1": False}),
         (("--strategy.pn1", "off", "--strategy.pn2=False"), {"strategy.pn1": False, "strategy.pn2": False}),
