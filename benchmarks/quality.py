@@ -26,6 +26,7 @@ from timing import environment
 
 from dataprep import synthetic
 from dataprep.cli import main as prepare
+from fastcssl import metrics
 from fastcssl.cli.train import parsed
 from fastcssl.recipes import recipe
 from fastcssl.train import train
@@ -200,15 +201,12 @@ def finished(path: Path) -> list[dict[str, Any]]:
 
 def average(table: list[list[float]]) -> float:
     """A_T: the mean over tasks after the last one."""
-    return statistics.fmean(table[-1])
+    return metrics.average_over_all(table)[-1]
 
 
 def forgetting(table: list[list[float]]) -> float | None:
     """S: how far each task but the last has fallen from its best, on average. None for a single checkpoint."""
-    if len(table) < 2:
-        return None
-    falls = [max(row[i] for row in table) - table[-1][i] for i in range(len(table[0]) - 1)]
-    return statistics.fmean(falls)
+    return metrics.stability(table) if len(table) > 1 else None
 
 
 def after_learning(table: list[list[float]]) -> float | None:

@@ -11,6 +11,7 @@
 #include <new>
 
 #include "half.h"
+#include "isa.h"
 
 namespace fastcssl::infonce {
 namespace {
@@ -21,24 +22,6 @@ struct Isa {
   int lanes, wide;
   Kernel kernel;
 };
-
-bool has_avx512() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2") &&
-         __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
-}
-
-bool has_avx2() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
-}
 
 const Isa kIsas[] = {{"avx512", has_avx512, kLanesAvx512, kWideAvx512, sweep_avx512},
                      {"avx2", has_avx2, kLanesAvx2, kWideAvx2, sweep_avx2},

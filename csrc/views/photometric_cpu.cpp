@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "isa.h"
 #include "photometric.h"
 #include "photometric_plan.h"
 #include "simd_portable.h"
@@ -23,24 +24,6 @@ struct Isa {
   bool (*runs_here)();
   Runner runner;
 };
-
-bool has_avx512() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2") &&
-         __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
-}
-
-bool has_avx2() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
-}
 
 const Isa kIsas[] = {
     {"avx512", has_avx512, run_avx512}, {"avx2", has_avx2, run_avx2}, {"portable", [] { return true; }, run_portable}};
