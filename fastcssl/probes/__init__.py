@@ -149,3 +149,29 @@ def on_all_ranks(
     for (e, _), (top1, top5) in zip(places, whole, strict=True):
         results[e].append(Hits(top1=tuple(top1), top5=tuple(top5)))
     return results
+
+
+def from_features(
+    contenders: Sequence[Contender[Settings]], bench: Bench, guess: Callable[[Features, Features, Settings], Tensor]
+) -> list[list[Hits]]:
+    """One pass over the validation and one over the training images; the ranks share the encoders.
+
+    `guess`: from training rows, validation rows and settings to labels [M, 5], -1 for none.
+    """
+
+    def mine(e: int) -> bool:
+        return e % bench.world.size == bench.world.rank
+
+    encoders = [contender.encoder for contender in contenders]
+    val_E, train_E = (bench.features(encoders, split, mine=mine) for split in ("val", "train"))
+    found: dict[tuple[int, int], Hits] = {}
+    for e, (train, val) in enumerate(zip(train_E, val_E, strict=True)):
+        if train is None or val is None:
+            continue
+        for s, settings in enumerate(contenders[e].settings):
+
+            def of_group(group: int, rows: Features, train: Features = train, settings: Settings = settings) -> Tensor:
+                return guess(rows_of(train, bench.plan.groups[group].train_ids), rows, settings)
+
+            found[e, s] = hits(bench.plan, val, of_group)
+    return on_all_ranks(found, [len(item.settings) for item in contenders], len(bench.plan.columns), bench.world)

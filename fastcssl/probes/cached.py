@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcssl.features import Features, check, full_float32
-from fastcssl.probes import Bench, Contender, Hits, hits, on_all_ranks, rows_of
+from fastcssl.probes import Bench, Contender, Hits, from_features
 
 _VAL_CHUNK = 1024
 _MAX_ELEMENTS = 1 << 24  # of a temporary
@@ -133,21 +133,7 @@ class CachedSettings:
 
 
 def run(contenders: Sequence[Contender[CachedSettings]], bench: Bench) -> list[list[Hits]]:
-    """One pass over the validation and one over the training images; the ranks share the encoders."""
+    def guess(train: Features, rows: Features, settings: CachedSettings) -> Tensor:
+        return fit_linear(train, device=bench.device, **asdict(settings)).guess(rows)
 
-    def mine(e: int) -> bool:
-        return e % bench.world.size == bench.world.rank
-
-    encoders = [contender.encoder for contender in contenders]
-    val_E, train_E = (bench.features(encoders, split, mine=mine) for split in ("val", "train"))
-    found: dict[tuple[int, int], Hits] = {}
-    for e, (train, val) in enumerate(zip(train_E, val_E, strict=True)):
-        if train is None or val is None:
-            continue
-        for s, settings in enumerate(contenders[e].settings):
-            heads = [
-                fit_linear(rows_of(train, group.train_ids), device=bench.device, **asdict(settings))
-                for group in bench.plan.groups
-            ]
-            found[e, s] = hits(bench.plan, val, lambda group, rows, heads=heads: heads[group].guess(rows))  # type: ignore[misc]
-    return on_all_ranks(found, [len(item.settings) for item in contenders], len(bench.plan.columns), bench.world)
+    return from_features(contenders, bench, guess)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcssl.features import Features, check, full_float32
-from fastcssl.probes import Bench, Contender, Hits, hits, on_all_ranks, rows_of
+from fastcssl.probes import Bench, Contender, Hits, from_features
 
 Metric = Literal["cosine", "euclidean"]
 
@@ -144,23 +144,8 @@ class KnnSettings:
 
 
 def run(contenders: Sequence[Contender[KnnSettings]], bench: Bench) -> list[list[Hits]]:
-    """One pass over the validation and one over the training images; the ranks share the encoders."""
+    def guess(train: Features, rows: Features, settings: KnnSettings) -> Tensor:
+        num_classes = len(bench.data.manifest.classes)
+        return knn(train, rows, num_classes=num_classes, device=bench.device, **asdict(settings)).guess_M5
 
-    def mine(e: int) -> bool:
-        return e % bench.world.size == bench.world.rank
-
-    encoders = [contender.encoder for contender in contenders]
-    val_E, train_E = (bench.features(encoders, split, mine=mine) for split in ("val", "train"))
-    found: dict[tuple[int, int], Hits] = {}
-    for e, (train, val) in enumerate(zip(train_E, val_E, strict=True)):
-        if train is None or val is None:
-            continue
-        for s, settings in enumerate(contenders[e].settings):
-
-            def guess(group: int, rows: Features, settings: KnnSettings = settings, train: Features = train) -> Tensor:
-                near = rows_of(train, bench.plan.groups[group].train_ids)
-                num_classes = len(bench.data.manifest.classes)
-                return knn(near, rows, num_classes=num_classes, device=bench.device, **asdict(settings)).guess_M5
-
-            found[e, s] = hits(bench.plan, val, guess)
-    return on_all_ranks(found, [len(item.settings) for item in contenders], len(bench.plan.columns), bench.world)
+    return from_features(contenders, bench, guess)
