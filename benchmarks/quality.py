@@ -108,12 +108,12 @@ STUDIES: dict[str, Study] = {
         flags=(*_COMMON, *_SMALL, "--epochs", "12"),
     ),
     "cifar-moco": Study(
-        about="10 classes of CIFAR-100, 5 tasks of 2 classes and 1,000 images, 40 epochs each",
+        about="10 classes of CIFAR-100, 5 tasks of 2 classes and 1,000 images, 100 epochs each",
         source="folder:{images}",
         images=some_classes,
         method="moco",
         seeds=(5,),
-        flags=(*_COMMON, *_MOCO, "--views.min-scale", "0.2", "--optim.lr", "0.012", "--epochs", "40"),
+        flags=(*_COMMON, *_MOCO, "--views.min-scale", "0.2", "--optim.lr", "0.012", "--epochs", "100"),
     ),
     "smoke": Study(
         about="no result: that everything runs",

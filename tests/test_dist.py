@@ -310,7 +310,8 @@ found = [world.rank, world.size, world.scope, str(device), world.agree(world.ran
 open(sys.argv[1] + f"/{world.rank}.json", "w").write(json.dumps([*found, x.grad.tolist()]))
 disconnect()
 disconnect()
-print("initialised", torch.distributed.is_initialized())
+# One write: lines of two ranks must not mix.
+print(f"initialised {torch.distributed.is_initialized()}\\n", end="", flush=True)
 """
 
 
