@@ -86,7 +86,7 @@ def main() -> None:
 
     needed = [need.partition(">=")[0] for need in importlib.metadata.requires("fastcssl") or () if "extra" not in need]
     print(" ", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in needed))
-    mapped = run(sys.executable, "-I", "-c", MAPPED_LIBJPEG).split()
+    mapped = run(sys.executable, "-I", "-c", MAPPED_LIBJPEG).splitlines()
     ours = [path for path in mapped if Path(path).parent == SITE / "fastcssl.libs"]
     require(len(mapped) == 1 and ours == mapped, f"libjpeg is not the wheel's alone: {mapped or 'none is mapped'}")
     print(f"  libjpeg is {Path(mapped[0]).relative_to(SITE)}")
