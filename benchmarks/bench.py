@@ -44,6 +44,7 @@ class Options:
     smoke: bool = False  # Each in its smallest form: proves that all of it runs, measures nothing.
     images: Path | None = None  # Photos for loader and prep. Without it the embedded set is drawn.
     cifar: Path | None = None  # CIFAR-100 for the loader's 32-px rows. Without it: the embedded set.
+    threads: int | None = None  # Of evaluate and train. Default: two; one where others use the machine.
 
     @property
     def form(self) -> str:
@@ -57,8 +58,9 @@ class Options:
 
     def words(self, script: str) -> list[str]:
         """After the script's own name."""
-        given = {"--images": self.images} if script in ("loader", "prep") else {}
+        given: dict[str, object] = {"--images": self.images} if script in ("loader", "prep") else {}
         given |= {"--cifar": self.cifar} if script == "loader" else {}
+        given |= {"--threads": self.threads} if script in ("evaluate", "train") else {}
         return [f"--{self.form}", *(word for flag, value in given.items() if value for word in (flag, str(value)))]
 
 
