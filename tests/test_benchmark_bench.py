@@ -22,7 +22,7 @@ def test_one_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
     out = tmp_path / "results"
     out.mkdir()
     (out / "prep-smoke.jsonl").write_text("as it was")
-    args = ("--smoke", "--only", "prep,train", "--images", tmp_path / "nowhere", "--out", out)
+    args = ("--smoke", "--only", "prep,train", "--images", tmp_path / "nowhere", "--out", out, "--threads", 1)
     done = smoke("bench", *args, status=1, width=120)
     assert "prep failed: " in done.said and "holds no JPEG" in done.said
     assert (out / "prep-smoke.jsonl").read_text() == "as it was"
@@ -132,4 +132,5 @@ def test_an_unknown_benchmark_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--only disk: the benchmarks are loader, kernel, prep, evaluate, train"):
         Options(only="loader,disk", out=tmp_path).scripts()
     assert Options(images=Path("here"), cifar=Path("there")).words("train") == ["--quick"]
+    assert Options(threads=1).words("train") == ["--quick", "--threads", "1"]
     assert Options(images=Path("here"), smoke=True).words("prep") == ["--smoke", "--images", "here"]
