@@ -174,9 +174,6 @@ def metrics_of(
     top1: Sequence[Sequence[float]],
     seen: Sequence[Sequence[int]],
     reference: References,
-    *,
-    remedy_ft: str = "Give --references DIR with runs of fastcssl-train --only-task.",
-    remedy_random: str = "Leave --no-random-encoder out.",
 ) -> Metrics:
     """`seen` says which columns each row's encoder has learnt; S, P and F need 0..t in row t, for every task."""
     num_rows, num_columns = len(top1), len(top1[0])
@@ -192,13 +189,14 @@ def metrics_of(
     lacking = [i for i in range(1, num_columns) if reference.ft is None or reference.ft[i] is None]
     if lacking:
         missing.append(
-            f"P needs models trained on one task alone; those of {_listed('task', lacking)} are missing. {remedy_ft}"
+            f"P needs models trained on one task alone; those of {_listed('task', lacking)} are missing. fastcssl-eval "
+            "prints the commands that train them, and takes them by --references."
         )
     else:
         assert reference.ft is not None
         found["P"] = metrics.plasticity(top1, reference.ft)
     if reference.random is None:
-        missing.append(f"F needs the accuracy of a random encoder. {remedy_random}")
+        missing.append("F needs the accuracy of a random encoder. Leave --no-random-encoder out.")
     else:
         found["F"] = metrics.forward_transfer(top1, reference.random)
     return Metrics(A=metrics.average(top1, seen), **found, missing=missing)

@@ -70,7 +70,7 @@ class Underway:
         if self.parity:
             self.parity.load_state_dict(state["parity"])
         self.rates.num_images, self.rates.wait_seconds, self.rates.seconds = state["rates"]
-        self.stages.load(state.get("stages", {}))
+        self.stages.load(state["stages"])
         self.sums.update(state["sums"])
 
 

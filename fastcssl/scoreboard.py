@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fastcssl.display import bar_grid, bar_row, duration, fact_grid, framed
 from fastcssl.request import Evaluated, Progress
-from fastcssl.results import Evaluation
+from fastcssl.results import EvaluatedEncoder, Evaluation
 
 _LINE_SECONDS = 30.0
 _WINDOW_SECONDS = 300
@@ -114,7 +114,7 @@ def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
                 facts.append(("", "evaluated before; --again repeats it", "dim"))
             parts += [Padding(fact_grid(facts, fold=True), (0, 0, 1, 1), expand=False)]
         for sentence in found[0].evaluation.metrics.missing:
-            parts.append(Text(sentence.partition(" Train them")[0], "yellow"))
+            parts.append(Text(sentence, "yellow"))
     return Group(*parts)
 
 
@@ -134,7 +134,7 @@ def matrix(made: Evaluation) -> RenderableType:
         seen = encoder.seen or list(range(len(made.columns)))
         cells = [Text(_percent(made.top1[t][i]), "" if i in seen else "dim") for i in shown]
         end = (made.metrics.A[t], made.overall_top1[t], made.overall_top5[t])
-        table.add_row(f"task {encoder.task}" if encoder.seen else "", *cells, *rest, *map(_percent, end))
+        table.add_row(_after(encoder, made), *cells, *rest, *map(_percent, end))
     for name, row in (("one task alone", made.reference.ft), ("random", made.reference.random)):
         if row is not None:
             values = ["-" if row[i] is None else _percent(row[i]) for i in shown]
@@ -175,6 +175,13 @@ def settings_of(made: Evaluation, others: Sequence[Evaluated]) -> str:
         if any(other.evaluation.settings.get(key) != made.settings[key] for other in others)
     ]
     return ", ".join(f"{key.replace('_', ' ')} {made.settings[key]}" for key in differ)
+
+
+def _after(encoder: EvaluatedEncoder, made: Evaluation) -> str:
+    """What it has learnt last; a joint run's only encoder has learnt all at once."""
+    if len(made.checkpoints) == 1 and len(encoder.seen) == len(made.columns) > 1:
+        return "all tasks"
+    return f"task {encoder.task}" if encoder.seen else ""
 
 
 def _short(name: str, number: int) -> str:

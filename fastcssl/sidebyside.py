@@ -25,7 +25,7 @@ from fastcssl.data import Prepared
 from fastcssl.errors import UserError
 from fastcssl.interrupt import Stop
 from fastcssl.probes import CHUNK, Bench, Contender, Hits, ProbeViews, cached, knn, linear
-from fastcssl.references import matched, missing_commands
+from fastcssl.references import matched
 from fastcssl.request import Evaluated, Interrupted, Machine, Progress, Request
 from fastcssl.results import EvaluatedData, Evaluation, MadeBy, Probe, References
 from fastcssl.run import amp_dtype
@@ -260,9 +260,6 @@ class SideBySide:
         rows = [slot.rows[checkpoint.noted.sha256] for checkpoint in target.checkpoints]
         top1, seen = [row[0] for row in rows], self._seen(target)
         reference = References(ft=self._ft(slot), random=slot.random)
-        lacking = [i for i in range(1, len(top1[0])) if reference.ft is None or reference.ft[i] is None]
-        commands = missing_commands(target, lacking, self._manifest) if target.is_run else []
-        remedy = {"remedy_ft": "Train them, then give --references: " + "; ".join(commands)} if commands else {}
         both = zip(target.checkpoints, seen, strict=True)
         noted = [replace(checkpoint.noted, seen=tasks) for checkpoint, tasks in both]
         known = slot.known if not self._request.again else None
@@ -287,7 +284,7 @@ class SideBySide:
             overall_top5=[row[3] for row in rows],
             num_val=self._num_val,
             reference=reference,
-            metrics=results.metrics_of(top1, seen, reference, **remedy),
+            metrics=results.metrics_of(top1, seen, reference),
             seconds=seconds + (known.seconds if known else 0.0),
             made_by=MadeBy(command=self._machine.command, version=fastcssl.__version__, commit=_commit()),
         )

@@ -1,4 +1,7 @@
-"""docs/plugins.md is true: its package, found by entry points, is listed, configured, trained and resumed."""
+"""docs/plugins.md is true: its package, found by entry points, is listed, configured, trained and resumed.
+
+So are the README's: files in the folders of methods, strategies and loaders.
+"""
 
 import re
 import sys
@@ -11,11 +14,12 @@ import torch
 from lab import Lab
 from small_runs import lines, prepared, run, tiny
 
-from fastcssl import methods, strategies
+from fastcssl import loaders, methods, strategies
 from fastcssl.cli import train as command
 from fastcssl.recipes import OURS, flat, recipe
 
-DOCUMENT = (Path(__file__).parent.parent / "docs" / "plugins.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+DOCUMENT = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
 SOURCES = re.findall(r"`my_methods/(\w+)\.py`.*?```python\n(.*?)```", DOCUMENT, re.DOTALL)
 GROUPS = tomllib.loads(re.findall(r"```toml\n(.*?)```", DOCUMENT, re.DOTALL)[0])["project"]["entry-points"]
 
@@ -118,3 +122,33 @@ def test_one_that_cannot_be_imported_is_a_sentence(package: Path, capsys: pytest
     said = capsys.readouterr().err
     assert "The method 'hard' (my_methods.hard:Hard) cannot be loaded: No module named" in said.replace("\n", " ")
     assert command.main(["demo", "moco", "pnr", "--list"]) == 0  # others are not its concern
+
+
+# ---- The README's ----------------------------------------------------------------------------------------------------
+
+
+def test_files_of_the_readme_are_found_in_their_folders(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = next(
+        text
+        for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+        if text.startswith("# fastcssl/methods/")
+    )
+    files = re.findall(r"# fastcssl/(\w+)/(\w+)\.py: (.*?)(?=\n# fastcssl/|\Z)", block, re.DOTALL)
+    assert [where for where, _, _ in files] == ["methods", "strategies", "loaders"]
+    for package, (where, name, source) in zip((methods, strategies, loaders), files, strict=True):
+        folder = tmp_path / where
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(f"# {source}", encoding="utf-8")
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    (_, method, _), (_, strategy, _), (_, loader, _) = files
+    try:
+        outcome = run(tiny(method, strategy, loader=loader), data, tmp_path / "run")
+        assert outcome.status == "finished"
+        assert set(lines(tmp_path / "run")[-1]["terms"]) == {"loss", strategy}
+        described = (tmp_path / "run" / "config.json").read_text()
+        assert f'"loader": "{loader}"' in described
+    finally:
+        for where, name, _ in files:
+            sys.modules.pop(f"fastcssl.{where}.{name}", None)

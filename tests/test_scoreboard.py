@@ -100,6 +100,19 @@ def test_the_table_of_a_grid_names_what_differs() -> None:
     assert text.count("task 0") == 1
 
 
+def test_the_only_encoder_of_a_joint_run_has_learnt_all_tasks() -> None:
+    two = evaluation()
+    joint = replace(
+        two,
+        checkpoints=[replace(two.checkpoints[0], seen=[0, 1])],
+        top1=two.top1[:1],
+        top5=two.top5[:1],
+        metrics=Metrics(A=[0.375]),
+    )
+    text = printed(matrix(joint))
+    assert "all tasks" in text and "task 0" not in text
+
+
 def test_many_tasks_and_missing_metrics() -> None:
     made = evaluation()
     wide = replace(

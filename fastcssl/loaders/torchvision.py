@@ -45,14 +45,14 @@ class TorchvisionBackend:
 
     def fetch(self, row: int, box_V4: npt.NDArray[np.float32]) -> list[torch.Tensor]:
         began = time.perf_counter()
-        image = self._image(row)
+        image = self.image(row)
         between = time.perf_counter()
         crops = [crop_and_resize(image, spec, box) for spec, box in zip(self._policy, box_V4, strict=True)]
         self._seconds["decode"] += between - began
         self._seconds["crop"] += time.perf_counter() - between
         return crops
 
-    def _image(self, row: int) -> Image.Image:
+    def image(self, row: int) -> Image.Image:
         sample = self._data.table[row]
         path = self._data.folder / self._data.manifest.shards[int(sample[f"{self._format}_shard"])].path
         place, num_bytes = int(sample[f"{self._format}_place"]), int(sample[f"{self._format}_bytes"])

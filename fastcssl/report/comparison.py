@@ -79,17 +79,17 @@ class Comparison:
         """Every mismatch once, in the order of the rows."""
         return list(dict.fromkeys(note for row in self.rows for note in row.mismatches))
 
-    @property
-    def lacking(self) -> list[str]:
-        """Why S or P is missing, and what to do; F has no column here. Of one checkpoint nobody expects them."""
-        results = (result for row in self.rows for result in row.results if len(result.checkpoints) > 1)
-        found = (text for result in results for text in result.metrics.missing)
-        return [text for text in dict.fromkeys(found) if not text.startswith("F ")]
-
     def marks(self, row: Row) -> str:
         """Which notes are about the row: "a, c"."""
         notes = self.notes
         return ", ".join(mark(notes.index(note)) for note in row.mismatches)
+
+
+def lacking(tables: Iterable[Comparison]) -> list[str]:
+    """Why S or P is missing, and what to do; F has no column here. Of one checkpoint nobody expects them."""
+    results = (result for table in tables for row in table.rows for result in row.results)
+    found = (text for result in results if len(result.checkpoints) > 1 for text in result.metrics.missing)
+    return [text for text in dict.fromkeys(found) if not text.startswith("F ")]
 
 
 def mark(number: int) -> str:

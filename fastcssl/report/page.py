@@ -9,7 +9,7 @@ from shlex import quote
 from fastcssl.bottleneck import NAMES, Verdict
 from fastcssl.display import PROBE_NAMES, duration, number, share
 from fastcssl.recipes.rows import COMMAND_LINE
-from fastcssl.report.comparison import METRICS, Comparison, evaluation_title, shown
+from fastcssl.report.comparison import METRICS, Comparison, evaluation_title, lacking, shown
 from fastcssl.report.figures import Drawn
 from fastcssl.report.markup import Html, el, joined, table
 from fastcssl.report.runs import RunRecord
@@ -75,6 +75,7 @@ def _results(runs: Sequence[RunRecord], comparisons: Sequence[Comparison], pictu
             _figures(pictures.get(("comparison", str(place)), ())),
         ]
         told.add(comparison.recipe)
+    parts += [el("p", text, class_="quiet") for text in lacking(comparisons)]
     return el("section", *parts)
 
 
@@ -116,7 +117,6 @@ def _comparison(comparison: Comparison) -> Html:
     )
     if sources:
         parts.append(el("p", f"Published: the PNR paper, {'; '.join(sources)}.", class_="quiet"))
-    parts += [el("p", text, class_="quiet") for text in comparison.lacking]
     return joined(*parts)
 
 

@@ -10,9 +10,10 @@ from fastcssl.bottleneck import Machine, Verdict, verdict
 from fastcssl.errors import UserError
 from fastcssl.results import Evaluation, Probe, evaluations
 from fastcssl.runlog import METRICS, EpochReport, ProbeReport, RunLogError, StepReport, TaskReport, read_reports
-from fastcssl.status import STATUS, Status, read_status
+from fastcssl.status import Status, read_status
 
 CONFIG = "config.json"
+_KEYS = {"config": dict, "sources": dict, "words": list, "data": str, "task_names": list, "machine": dict}
 
 _METHODS = {
     "moco": "MoCo",
@@ -102,8 +103,7 @@ def read_run(folder: Path | str) -> RunRecord:
     """Settings, every logged step, epoch, task and probe, and all evaluations of a run, finished or not."""
     folder = Path(folder)
     described = _described(folder)
-    config = described["config"]
-    words = described.get("words") or _words(folder, config)
+    words = described["words"]
     try:
         status = read_status(folder)
     except RunLogError as error:
@@ -120,17 +120,16 @@ def read_run(folder: Path | str) -> RunRecord:
             f"{folder} has no finished task yet, so there is nothing to report. fastcssl-train status {folder} says "
             "where it is."
         )
-    names = described.get("task_names") or [task.name for task in tasks]
     return RunRecord(
         folder=folder,
         recipe=words[0],
         method=words[1],
         strategy=words[2],
-        values=dict(_flat(config)),
-        sources=described.get("sources", {}),
-        data=described.get("data", ""),
-        task_names=tuple(names),
-        machine=Machine.of(described.get("machine", {})),
+        values=dict(_flat(described["config"])),
+        sources=described["sources"],
+        data=described["data"],
+        task_names=tuple(described["task_names"]),
+        machine=Machine.of(described["machine"]),
         status=status,
         steps=steps,
         epochs=epochs,
@@ -161,21 +160,13 @@ def _described(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not a run: {seen}. Give the folder that fastcssl-train wrote.")
     try:
         described = json.loads(path.read_bytes())
-        if not isinstance(described["config"], dict):
-            raise TypeError("config is not an object")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for key, kind in _KEYS.items():
+            if not isinstance(described.get(key), kind):
+                raise TypeError(f"{key} is {'damaged' if key in described else 'missing'}")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}). Resuming the run writes it anew.") from None
     found: dict[str, Any] = described
     return found
-
-
-def _words(folder: Path, config: dict[str, Any]) -> list[str]:
-    """Of a run whose config.json is older than the words in it: the title that is shown while it trains."""
-    try:
-        parts = json.loads((folder / STATUS).read_bytes())["title"].split(" · ")
-        return [str(config["recipe"]), parts[1], parts[2]]
-    except (OSError, ValueError, KeyError, IndexError, AttributeError):
-        return [str(config.get("recipe", "?")), "?", "?"]
 
 
 def _check_lines(path: Path) -> None:

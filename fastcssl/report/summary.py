@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fastcssl.bottleneck import NAMES
 from fastcssl.report import Report
-from fastcssl.report.comparison import Comparison, mark
+from fastcssl.report.comparison import Comparison, lacking, mark
 
 _FEW_RUNS = 4  # whose bottleneck is told in full
 
@@ -21,8 +21,8 @@ def summary(found: Report) -> RenderableType:
         parts += [Text(f"{comparison.recipe}: {comparison.evaluation}", "bold"), _table(comparison)]
         for number, note in enumerate(comparison.notes):
             parts.append(Padding(Text(f"{mark(number)}  {note}", "dim"), (0, 0, 0, 1)))
-        parts += [Padding(Text(text, "dim"), (0, 0, 0, 1)) for text in comparison.lacking]
         parts.append("")
+    parts += [Text(text, "dim") for text in lacking(found.comparisons)]
     for run in found.runs:
         text = Text.assemble((run.title, "bold"), (f"  seed {run.seed}  {run.name}", "dim"))
         parts.append(text)
