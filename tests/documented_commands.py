@@ -128,7 +128,8 @@ class Shell:
         if options.full:  # runs tests/gpu, minutes: tests/test_doctor.py
             return
         if options.data is not None:
-            self.standins.prepared(str(options.data))
+            options.data.mkdir(parents=True, exist_ok=True)
+            (options.data / "shard").write_bytes(bytes(1 << 20))
         if self.first("doctor", options.data is not None):
             ends_well(doctor.main, words)
 
