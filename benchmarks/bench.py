@@ -5,9 +5,9 @@
     python benchmarks/bench.py --charts-only          # what benchmarks/results holds, without measuring
 
 Names say what a file is. `NAME-quick.jsonl` is the last `make bench`, and `NAME-quick.png` its picture: these are
-written over each time. `NAME.jsonl` and `NAME-PART.jsonl` (with their pictures) are full runs, made by hand with
-`python benchmarks/NAME.py --json`; nothing here ever writes them. A benchmark that fails leaves its file as it was, and
-the rest goes on; the exit status is then 1. An aim that is missed is shown as missed, and is no failure.
+written over each time. `NAME.jsonl` and `NAME-PART.jsonl` are full runs, made by hand with `python benchmarks/NAME.py
+--json`; nothing here ever writes them, and only `--charts-only` draws them. A benchmark that fails leaves its file as
+it was, and the rest goes on; the exit status is then 1. An aim that is missed is shown as missed, and is no failure.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ import tyro
 from bench_table import ROWS, show
 from charts import Results, draw_all
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from timing import environment, write_json_lines
 
@@ -44,6 +45,7 @@ class Options:
     smoke: bool = False  # Each in its smallest form: proves that all of it runs, measures nothing.
     images: Path | None = None  # Photos for loader and prep. Without it the embedded set is drawn.
     cifar: Path | None = None  # CIFAR-100 for the loader's 32-px rows. Without it: the embedded set.
+    threads: int | None = None  # Of evaluate and train. Default: two; one where others use the machine.
 
     @property
     def form(self) -> str:
@@ -57,8 +59,9 @@ class Options:
 
     def words(self, script: str) -> list[str]:
         """After the script's own name."""
-        given = {"--images": self.images} if script in ("loader", "prep") else {}
+        given: dict[str, object] = {"--images": self.images} if script in ("loader", "prep") else {}
         given |= {"--cifar": self.cifar} if script == "loader" else {}
+        given |= {"--threads": self.threads} if script in ("evaluate", "train") else {}
         return [f"--{self.form}", *(word for flag, value in given.items() if value for word in (flag, str(value)))]
 
 
@@ -159,16 +162,13 @@ def tell(console: Console, paths: Sequence[Path]) -> list[dict[str, object]]:
         if rows:
             groups.append((f"{script}.py{words}", results, rows))
             kept += [row.record(path.name) for row in rows]
-    show(console, groups)
+    if groups:
+        show(console, groups)
     for _, results, _ in groups:
         for record in results.records:
             if record.get("failure"):
-                name = (
-                    f"{record.get('section') or record.get('part') or record.get('work_load') or ''} {record['name']}"
-                )
-                console.print(
-                    f"[red]{results.path.name}: {name.strip()} failed:[/] {record['failure']}", highlight=False
-                )
+                where = next((record[key] for key in ("section", "part", "work_load") if key in record), "")
+                _say_failed(console, f"{results.path.name}, {where} {record['name']}", record["failure"])
     met, missed = (sum(row["is_met"] is wanted for row in kept) for wanted in (True, False))
     console.print(f"{met} aims met, {missed} missed.", highlight=False)
     return kept
@@ -195,8 +195,12 @@ def main() -> int:
             if not paths:
                 raise SystemExit(f"{out} holds no results of {', '.join(scripts)}. Leave out --charts-only.")
             tell(console, paths)
-            return _draw(console, paths)
-        return measure(console, options, scripts, out)
+            _draw(console, paths)
+            return 0
+        try:
+            return measure(console, options, scripts, out)
+        except KeyboardInterrupt:
+            raise SystemExit("Interrupted. What was finished has left its results.") from None
 
 
 def measure(console: Console, options: Options, scripts: Sequence[str], out: Path) -> int:
@@ -209,12 +213,14 @@ def measure(console: Console, options: Options, scripts: Sequence[str], out: Pat
             report(name, forecast, None)
             if outcome.failure:
                 failures[name] = outcome.failure
-                console.print(f"[red]{name} failed:[/] {outcome.failure}", highlight=False)
+                _say_failed(console, name, outcome.failure)
     whole = [paths[name] for name in scripts if name not in failures]
     rows = tell(console, whole)
-    if load_before > 0.5:
+    if options.smoke:
+        console.print("[yellow]Note:[/] a smoke run measures nothing: its numbers have no meaning.")
+    elif load_before > 0.5:
         console.print(f"[yellow]Note:[/] the machine was busy (load {load_before:.1f} before): do not trust this far.")
-    status = _draw(console, whole)
+    _draw(console, whole)
     took = {name: round(seconds, 1) for name, seconds in forecast.took.items()}
     about = environment(PACKAGES, scale=options.form, seed=0, seconds=took, load_average_before=round(load_before, 2))
     summary = {
@@ -226,14 +232,17 @@ def measure(console: Console, options: Options, scripts: Sequence[str], out: Pat
     write_json_lines(out / f"bench-{options.form}.jsonl", [*rows, {"environment": about}, {"summary": summary}])
     console.print(f"Done in {_minutes(summary['seconds'])}; results are in {_short(out)}.", highlight=False)
     for name, failure in failures.items():
-        console.print(f"[red]✗ {name} failed:[/] {failure}", highlight=False)
-    return 1 if failures else status
+        _say_failed(console, name, failure)
+    return 1 if failures else 0
 
 
-def _draw(console: Console, paths: Sequence[Path]) -> int:
+def _draw(console: Console, paths: Sequence[Path]) -> None:
     drawn = draw_all(paths)
     console.print("Charts: " + (", ".join(map(_short, drawn)) or "none, for want of results") + ".", highlight=False)
-    return 0
+
+
+def _say_failed(console: Console, what: str, why: str) -> None:
+    console.print(f"[red]✗ {escape(what)} failed:[/] {escape(why)}", highlight=False)
 
 
 def _short(path: Path) -> str:

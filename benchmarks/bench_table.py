@@ -204,6 +204,24 @@ ROWS: dict[str, Callable[[Results], Iterator[Row]]] = {
 }
 
 
+def note(script: str, results: Results) -> str:
+    """Where a run is not what the aims are for, or flatters one side."""
+    about, details = results.environment, results.details
+    if script == "loader" and "synthetic" in (about.get("images"), about.get("small_images")):
+        return "partly on the embedded set; the aims are for ImageNet photos and CIFAR-100 (--images, --cifar)"
+    if script == "kernel" and details.get("bank_size") not in (None, 65_536):
+        return f"banks of {details['bank_size']:,} keys; the aims are for 65,536"
+    if script == "prep" and results.scale != "full":
+        return "few images, so that the start of FFCV's worker processes weighs: quote the full form"
+    if script == "evaluate":
+        return f"{about.get('checkpoints')} x {about.get('encoder')}, {about.get('size_px')} px"
+    if script == "train":
+        return "of the work load where ours does worst" + (
+            "" if results.summary.get("images_per_s_vs_lightly") else "; lightly is not installed (pip install lightly)"
+        )
+    return ""
+
+
 # ---- For people ------------------------------------------------------------------------------------------------------
 
 
@@ -241,8 +259,12 @@ def show(console: Console, groups: Sequence[tuple[str, Results, Sequence[Row]]])
             aim = f"{'≤' if row.is_limit else '≥'} {_plain(row.aim, row.unit)}" if row.aim is not None else ""
             style = {True: "green", False: "red", None: "dim"}[row.is_met]
             bound = row.bound if row.ceiling is not None else ""
-            cells = [shown(row.value, row.unit) or "-", shown(row.ceiling, row.unit), bound, aim]
+            ceiling = _plain(0, row.unit) if row.ceiling == 0 else shown(row.ceiling, row.unit)
+            cells = [shown(row.value, row.unit) or "-", ceiling, bound, aim]
             table.add_row(f"  {row.text}", *cells, f"[{style}]{row.verdict}[/]")
     console.print(table)
     if any("¹" in row.bound for _, _, rows in groups for row in rows):
         console.print("¹ The rate of MKL, not of the processor: a kernel can be ahead of it.", style="dim")
+    for command, results, _ in groups:
+        if text := note(command.partition(".")[0], results):
+            console.print(f"{results.path.name}: {text}.", style="dim", highlight=False)

@@ -81,7 +81,7 @@ SECTIONS = (
 def filter_of(section: Section, contender: str) -> str:
     if contender in CEILINGS:
         return "-"
-    if contender in ("ffcv", "our-ffcv"):
+    if contender == "ffcv":
         return "INTER_AREA"  # whatever is asked for
     return "bilinear" if section.bilinear else "bicubic"
 

@@ -4,8 +4,8 @@ A policy is a plain tuple with one `ViewSpec` for each view, so any number of vi
 `policy("cassle-simclr-cifar")[:1] * 4` is four like views, `big + with_size(small, 96)` is a multi-crop. Nothing here
 is random: `fastcssl.draws` turns a policy into boxes and photometric columns.
 
-The numbers are those of the released scripts (reference/methods.md, section 6). The order of the operations is fixed:
-crop, jitter, grayscale, blur, solarize, flip, normalise.
+The numbers are those of the released scripts. The order of the operations is fixed: crop, jitter, grayscale, blur,
+solarize, flip, normalise.
 """
 
 import difflib

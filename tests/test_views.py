@@ -31,7 +31,7 @@ def drawn(views: Policy, width: int = 500, height: int = 375, ids: npt.NDArray[n
 
 # ---- Policies --------------------------------------------------------------------------------------------------------
 
-# reference/methods.md, section 6, row by row: min_scale, (b, c, s, h), p_blur and p_solarize of both views.
+# The released scripts, row by row: min_scale, (b, c, s, h), p_blur and p_solarize of both views.
 TABLE = """
 cassle-barlow cassle-byol pnr-barlow pnr-byol    .08  .4 .4 .2 .1   cifar 0 0    0 .2   imagenet 1 .1    0 .2
 cassle-vicreg pnr-vicreg                         .2   .4 .4 .2 .1   cifar 0 0   .1 .1   imagenet .5 .5  .1 .1

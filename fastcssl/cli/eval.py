@@ -59,7 +59,7 @@ class Options:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # Of the encoders.
     loader: str = "auto"
-    num_threads: int | None = None  # Of the loader. By default one a core.
+    num_threads: int | None = None  # Of the loader. By default one a core, shared by the ranks of a machine.
     checkpoint_minutes: float = 5.0  # How often a long probe saves what it has learnt.
 
 
