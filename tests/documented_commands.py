@@ -146,7 +146,7 @@ class Shell:
         own = list(given.training_script_args)
 
         def launch(smaller: list[str]) -> None:
-            statuses = on_ranks(2, on_a_rank, name, smaller, str(self.standins.cwd))
+            statuses = on_ranks(2, on_a_rank, name, smaller, str(self.standins.cwd), timeout_s=300)
             assert statuses == [0, 0], f"ended with {statuses}"
 
         flags = [word.partition("=")[0] for word in words[: len(words) - len(own)] if word.startswith("-")]
