@@ -29,6 +29,7 @@ from fastcssl.dist import World
 from fastcssl.scopes import check_scope
 
 SMALL_PROBE = ("--epochs", "1", "--device", "cpu", "--precision", "fp32", "--num-threads", "1")
+Launch = Callable[[list[str]], None]  # runs the words on several ranks
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -62,14 +63,13 @@ class Shell:
         verb, where = words[0], words[1] if len(words) > 1 else ""
         if verb == "build":
             self.standins.source(where)
-            for flag in ("--classes", "--domains-file"):
-                if value := value_of(flag, words):
-                    self.standins.class_list(value)
+            if listed := value_of("--classes", words):
+                self.standins.class_list(listed)
         elif verb in ("split", "verify", "inspect") and not where.startswith("-"):
             self.standins.prepared(where)
         ends_well(dataprep.cli.main, words)
 
-    def train(self, words: list[str], launcher: Callable[[list[str]], None] | None = None) -> None:
+    def train(self, words: list[str], launch: Launch | None = None) -> None:
         if words[:1] == ["status"]:
             self.standins.run(words[1])
             ends_well(train.main, words)
@@ -79,7 +79,7 @@ class Shell:
             return
         (recipe, method, *_), _ = configured(words)
         shape = tuple(sorted(flag for flag in words if flag.startswith("--")))
-        if not self.first("train", launcher is not None, shape):
+        if not self.first("train", shape) and launch is None:
             return
         if data := value_of("--data", words):
             self.standins.prepared(data, recipe)
@@ -88,15 +88,15 @@ class Shell:
         out = value_of("--out", words)
         if out and not start:
             shutil.rmtree(self.standins.cwd / out, ignore_errors=True)  # of another command in another document
-        if launcher is not None:
-            launcher(small(words))
+        if launch is not None:
+            launch(small(words))
         else:
             ends_well(train.main, small(words))
 
-    def eval(self, words: list[str], launcher: Callable[[list[str]], None] | None = None) -> None:
+    def eval(self, words: list[str], launch: Launch | None = None) -> None:
         options = tyro.cli(evaluation.Options, args=words)
         shape = tuple(sorted({flag for flag in words if flag.startswith("--")}))
-        if {"--help", "-h"} & set(words) or not self.first("eval", shape, options.probe, options.scope):
+        if not self.first("eval", shape, options.probe, options.scope) and launch is None:
             return
         for run in (*options.runs, *options.references):
             self.standins.run(str(run))
@@ -111,8 +111,8 @@ class Shell:
         own = [word for word in words if not word.startswith("semi-")] + ["--scope", *seen, *SMALL_PROBE]
         if options.architecture:
             own += ["--size-px", "32"]
-        if launcher is not None:
-            launcher(own)
+        if launch is not None:
+            launch(own)
         else:
             ends_well(evaluation.main, own)
 
@@ -121,6 +121,8 @@ class Shell:
         if self.first("report", len(options.runs) > 1):
             for run in options.runs:
                 self.standins.run(str(run))
+                for surplus in sorted(run.glob("evaluations/*.json"))[1:]:  # pictures take a second each
+                    surplus.unlink()
             ends_well(report.main, words)
 
     def doctor(self, words: list[str]) -> None:
@@ -128,7 +130,8 @@ class Shell:
         if options.full:  # runs tests/gpu, minutes: tests/test_doctor.py
             return
         if options.data is not None:
-            self.standins.prepared(str(options.data))
+            options.data.mkdir(parents=True, exist_ok=True)
+            (options.data / "shard").write_bytes(bytes(1 << 20))
         if self.first("doctor", options.data is not None):
             ends_well(doctor.main, words)
 
@@ -140,12 +143,15 @@ class Shell:
         assert given.module, f"torchrun {' '.join(words)}: start a module, as a file's folder would hide packages"
         name = given.training_script
         rule = {"fastcssl.cli.train": self.train, "fastcssl.cli.eval": self.eval}[name]
+        own = list(given.training_script_args)
 
-        def launch(own: list[str]) -> None:
-            statuses = on_ranks(2, on_a_rank, name, own, str(self.standins.cwd))
+        def launch(smaller: list[str]) -> None:
+            statuses = on_ranks(2, on_a_rank, name, smaller, str(self.standins.cwd), timeout_s=300)
             assert statuses == [0, 0], f"ended with {statuses}"
 
-        rule(list(given.training_script_args), launch)
+        flags = [word.partition("=")[0] for word in words[: len(words) - len(own)] if word.startswith("-")]
+        # Launched alike, a command is like one that is not launched.
+        rule(own, launch if self.first("torchrun", name, *sorted(flags)) else None)
 
     def srun(self, words: list[str]) -> None:
         rest = list(words)

@@ -1,6 +1,7 @@
 """The documents are true: their commands run, their examples print what they say, their links lead somewhere."""
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import os
@@ -16,6 +17,16 @@ from documented_commands import shell as shell  # a fixture
 from documents import COMMANDED, LINKED, ROOT, Command, anchors, blocks, commands, links
 from standins import VARIABLES
 from test_plugins import package as package  # a fixture
+from torch.distributed.run import get_args_parser
+
+import dataprep.cli
+from fastcssl import methods, strategies
+from fastcssl.cli import doctor, report, train
+from fastcssl.cli import eval as evaluation
+from fastcssl.cli.listing import flag_of
+from fastcssl.recipes import flat, recipe
+
+OTHERS = ("pip", "docker", "nvcc", "pytest", "apt", "git")  # programs whose flags are theirs
 
 
 def named(path: Path) -> str:
@@ -100,6 +111,38 @@ def test_wrong_flags_of_training_are_seen(shell: Shell) -> None:
     ):
         with pytest.raises(SystemExit):
             shell.run(Command(1, tuple(words.split())))
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    """Of all commands, of torchrun, of the benchmarks, and of what the job's script asks of the scheduler."""
+    found = {"--help", "--list", "--settings", "--from"}
+    for options in (dataprep.cli.Build, dataprep.cli.Split, dataprep.cli.Verify, dataprep.cli.Inspect):
+        found |= {flag_of(field.name) for field in dataclasses.fields(options)}
+    for options in (train.Options, evaluation.Options, report.Options, doctor.Options):
+        found |= {flag_of(field.name) for field in dataclasses.fields(options)}
+    for method in methods.names():
+        for strategy in strategies.names():
+            found |= {flag_of(key) for key, _ in flat(recipe("demo", method, strategy).config)}
+    found |= {f"--no-{flag.removeprefix('--')}" for flag in found}
+    found |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    for path in (*(ROOT / "benchmarks").glob("*.py"), ROOT / "docs" / "slurm.sh"):
+        text = path.read_text(encoding="utf-8")
+        found |= set(re.findall(r"--[a-z][\w-]*", text))
+        found |= {flag_of(name) for name in re.findall(r"^    (\w+): .* = ", text, re.MULTILINE)}  # of tyro's classes
+    return found
+
+
+@pytest.mark.parametrize("path", COMMANDED, ids=named)
+def test_flags_in_sentences_exist(path: Path, known_flags: set[str]) -> None:
+    text = re.sub(r"^\s*```.*?^\s*```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for code in re.findall(r"`([^`]+)`", text):
+        if code.split()[0] in OTHERS:
+            continue
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", code):
+            assert flag in known_flags or flag.endswith("."), (
+                f"{named(path)}: `{code}` has {flag}, which no command knows"
+            )
 
 
 # ---- Examples --------------------------------------------------------------------------------------------------------
