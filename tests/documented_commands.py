@@ -134,7 +134,7 @@ class Shell:
         if options.data is not None:
             options.data.mkdir(parents=True, exist_ok=True)
             (options.data / "shard").write_bytes(bytes(1 << 20))
-        if self.first("doctor", options.data is not None):
+        if self.first("doctor"):  # it imports every optional package: seconds
             assert doctor.main(words) in (0, 1)  # 1: it found something on this machine
 
     # ---- Several processes -------------------------------------------------------------------------------------------
