@@ -4,6 +4,7 @@ Paths such as /data/imagenet are rewritten to a temporary folder. What a command
 documents has made is made when it is asked for.
 """
 
+import dataclasses
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import dataprep
 from dataprep.scenario import DOMAINNET_ORDER
 from dataprep.sources.imagenet import CMC_CLASSES
 from fastcssl.cli import train as train_command
+from fastcssl.cli.listing import flag_of
 from fastcssl.recipes import RECIPES, Recipe
 
 VARIABLES = {"SCRATCH": "/scratch", "HOME": "/home/me", "TMPDIR": "/tmp", "USER": "me"}
@@ -180,14 +182,28 @@ SMALL = {
 SMALL_METHOD = {"hidden": "16", "dim": "8", "predictor-hidden": "16", "bank.size": "32"}
 
 
-def configured(words: Sequence[str]) -> tuple[tuple[str, ...], Recipe]:
-    """The three words of a training command, and the configuration that it would train."""
+def recipe_of(words: Sequence[str]) -> tuple[tuple[str, ...], Recipe, list[str]]:
+    """The three words of a training command, their recipe, and the flags."""
     settings, args = train_command._settings(list(words))
     number = next((place for place, arg in enumerate(args) if arg.startswith("-")), len(args))
-    three, flags = tuple(args[:number]), args[number:]
-    found = train_command.recipe(*three, settings=settings)  # type: ignore[arg-type]
+    three = tuple(args[:number])
+    return three, train_command.recipe(*three, settings=settings), args[number:]  # type: ignore[arg-type]
+
+
+def configured(words: Sequence[str]) -> tuple[tuple[str, ...], Recipe]:
+    """The three words, and the configuration that the command would train."""
+    three, found, flags = recipe_of(words)
     _, changed = train_command.parsed(three, found, flags)
     return three, changed
+
+
+def has_flags(words: Sequence[str]) -> None:
+    """As `configured`, of flags whose values were parsed before under other words: that these words have them."""
+    three, found, flags = recipe_of(words)
+    known = {flag_of(key) for key, _ in train_command.flat(found.config)}
+    known |= {flag_of(field.name) for field in dataclasses.fields(train_command.Options)} | {"--from"}
+    for flag in (word.partition("=")[0] for word in flags if word.startswith("--")):
+        assert flag in known, f"{' '.join(three)} has no {flag}"
 
 
 def small(words: Sequence[str]) -> list[str]:
