@@ -197,6 +197,7 @@ def main() -> int:
             tell(console, paths)
             _draw(console, paths)
             return 0
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as an interrupt: what runs is ended first
         try:
             return measure(console, options, scripts, out)
         except KeyboardInterrupt:
