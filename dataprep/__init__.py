@@ -1,1 +1,49 @@
-"""Images on disk -> task-split, checksummed shards and a manifest. The command is `fastcssl-prep`."""
+"""Images on disk -> task-split, checksummed shards and a manifest. The command is `fastcssl-prep`.
+
+From Python (docs/python.md): `build_data`, `split_data`, `verify_data`, `draw_sheet`, `load_manifest`. Names are looked
+up when they are first used, so that importing this package costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dataprep.api import build_data, draw_sheet, split_data, verify_data
+    from dataprep.build import BuildJob, BuildResult
+    from dataprep.errors import Interrupted, PrepError
+    from dataprep.manifest import Manifest, ManifestError, load_manifest
+    from dataprep.verify import Verification
+
+__all__ = [
+    "BuildJob",
+    "BuildResult",
+    "Interrupted",
+    "Manifest",
+    "ManifestError",
+    "PrepError",
+    "Verification",
+    "build_data",
+    "draw_sheet",
+    "load_manifest",
+    "split_data",
+    "verify_data",
+]
+
+if not TYPE_CHECKING:  # a type checker reads the imports above, and so knows a misspelt name
+    _HOMES = {
+        "api": ("build_data", "draw_sheet", "split_data", "verify_data"),
+        "build": ("BuildJob", "BuildResult"),
+        "errors": ("Interrupted", "PrepError"),
+        "manifest": ("Manifest", "ManifestError", "load_manifest"),
+        "verify": ("Verification",),
+    }
+    _HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+    def __getattr__(name):
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        return found
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

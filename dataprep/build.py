@@ -41,6 +41,8 @@ _SHUFFLE_SEED = 1  # of the order inside a task, which is part of the format and
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildJob:
+    """What a build is asked to do, all choices made."""
+
     source: Source
     scenario: Scenario
     encoding: Encoding
@@ -75,6 +77,8 @@ def _identity(*values: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildResult:
+    """What a build left, and what it took."""
+
     manifest: Manifest
     seconds_by_task: tuple[float, ...]
     quarantined_by_task: tuple[int, ...]

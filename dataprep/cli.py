@@ -1,11 +1,10 @@
 """fastcssl-prep: build | split | verify | inspect."""
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,20 +12,15 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from dataprep.build import BuildJob, BuildResult, build
-from dataprep.contents import contact_sheet, description, save_png, task_table
-from dataprep.encode import Encoding, Resize
+from dataprep.api import build_data, draw_sheet, split_data, verify_data
+from dataprep.build import BuildJob, BuildResult
+from dataprep.contents import description, task_table
 from dataprep.errors import Interrupted, PrepError
 from dataprep.manifest import ManifestError, load_manifest, manifest_path
 from dataprep.progress import human_bytes
-from dataprep.scenario import Kind, Scenario
-from dataprep.sources import Source, open_source
-from dataprep.splits import resplit
+from dataprep.scenario import Kind
 from dataprep.table import load_table
-from dataprep.verify import verify
-from dataprep.writers import formats
 
-_SMALL_PX = 128
 _MAX_LISTED = 5
 
 
@@ -155,38 +149,44 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _build(command: Build, console: Console) -> int:
-    names = tuple(filter(None, (command.domains or "").split(",")))
-    source = open_source(command.source, classes_file=command.classes, domains=names)
-    encoding = Encoding(resize=Resize.parse(command.resize), quality=command.quality, check=command.check)
-    _check_numbers(command)
-    _refuse_out_inside_source(command)
-    samples = source.samples
-    if command.limit_per_class is not None:
-        samples = samples.limited(command.limit_per_class)
-        source = replace(source, samples=samples)
-    job = BuildJob(
-        source=source,
-        scenario=_scenario(command, num_domains=len(source.domains)),
-        encoding=encoding,
-        formats=_formats(command.formats, source, encoding.resize),
-        out=command.out,
-        shard_mb=command.shard_mb,
-        limit_per_class=command.limit_per_class,
-        max_corrupt=command.max_corrupt,
-        num_workers=_workers(command.workers),
-    )
-    num_val = int(samples.is_val_S.sum())
-    console.print(
-        f"[bold]{_literal(command.source)}[/]: {len(samples) - num_val:,} training and {num_val:,} validation images, "
-        f"{len(source.classes):,} classes -> {', '.join(job.formats)} in {_literal(str(command.out))} "
-        f"({job.scenario}, {job.num_workers} threads)",
-        highlight=False,
-    )
-    for note in source.notes:
-        console.print(f"note: {_literal(note)}", highlight=False)
-    with _stop_on_signal() as should_stop:
-        result = build(job, console, should_stop)
-    _report(result, job, console)
+    _check_order(command)
+    begun: list[tuple[BuildJob, Callable[[], bool]]] = []
+
+    def announce(job: BuildJob) -> None:
+        begun.append((job, stack.enter_context(_stop_on_signal())))  # until now Ctrl-C ended it at once
+        samples, classes = job.source.samples, job.source.classes
+        num_val = int(samples.is_val_S.sum())
+        console.print(
+            f"[bold]{_literal(command.source)}[/]: {len(samples) - num_val:,} training and {num_val:,} validation "
+            f"images, {len(classes):,} classes -> {', '.join(job.formats)} in {_literal(str(command.out))} "
+            f"({job.scenario}, {job.num_workers} threads)",
+            highlight=False,
+        )
+        for note in job.source.notes:
+            console.print(f"note: {_literal(note)}", highlight=False)
+
+    with ExitStack() as stack:
+        result = build_data(
+            command.source,
+            command.out,
+            scenario=command.scenario,
+            num_tasks=command.tasks,
+            seed=command.seed,
+            formats=None if command.formats is None else _listed(command.formats),
+            resize=command.resize,
+            quality=command.quality,
+            shard_mb=command.shard_mb,
+            num_workers=command.workers,
+            limit_per_class=command.limit_per_class,
+            check=command.check,
+            max_corrupt=command.max_corrupt,
+            classes_file=command.classes,
+            domains=_listed(command.domains or ""),
+            console=console,
+            should_stop=lambda: begun[0][1](),
+            announce=announce,
+        )
+    _report(result, begun[0][0], console)
     return 0
 
 
@@ -244,10 +244,9 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
 
 
 def _split(command: Split, console: Console) -> int:
+    _check_order(command)
     path = manifest_path(command.dir)
-    base = load_manifest(path)
-    scenario = _scenario(command, num_domains=len(base.domains))
-    manifest = resplit(command.dir, scenario, command.name)
+    manifest = split_data(path, command.name, scenario=command.scenario, num_tasks=command.tasks, seed=command.seed)
     console.print(description(manifest), highlight=False)
     console.print(task_table(manifest, load_table(manifest, path.parent)))
     console.print(f"Manifest: {path.parent / (manifest.name + '.json')} (no shard was touched)", highlight=False)
@@ -255,7 +254,7 @@ def _split(command: Split, console: Console) -> int:
 
 
 def _verify(command: Verify, console: Console) -> int:
-    report = verify(command.dir, quick=command.quick, num_workers=_workers(command.workers), console=console)
+    report = verify_data(command.dir, quick=command.quick, num_workers=command.workers, console=console)
     for problem in report.problems:
         console.print(f"[red]problem:[/] {_literal(problem)}", highlight=False)
     what = "sizes and counts" if command.quick else f"checksums and {report.num_images:,} images"
@@ -276,15 +275,7 @@ def _inspect(command: Inspect, console: Console) -> int:
     if command.views is not None and command.sheet is None:
         raise PrepError("--views draws on a sheet: add --sheet out.png.")
     if command.sheet is not None:
-        try:
-            if command.views is not None:
-                from dataprep.view_sheet import view_sheet  # here: it needs torch, which nothing else of prep does
-
-                save_png(view_sheet(path, command.views), command.sheet)
-            else:
-                save_png(contact_sheet(manifest, table, path.parent), command.sheet)
-        except OSError as error:
-            raise PrepError(f"{command.sheet} cannot be written: {error.strerror}. Choose another --sheet.") from None
+        draw_sheet(path, command.sheet, views=command.views)
         console.print(f"Contact sheet: {command.sheet}", highlight=False)
     return 0
 
@@ -294,55 +285,13 @@ def _literal(text: str) -> str:
     return escape(text.encode("utf-8", "backslashreplace").decode())
 
 
-def _check_numbers(command: Build) -> None:
-    if not 1 <= command.quality <= 100:
-        raise PrepError(f"--quality {command.quality} is outside 1 to 100.")
-    if command.shard_mb < 1:
-        raise PrepError(f"--shard-mb {command.shard_mb} is too small. Use at least 1.")
-    if not 0 <= command.max_corrupt <= 1:
-        raise PrepError(f"--max-corrupt {command.max_corrupt:g} is a share of the images: use 0 to 1.")
-    if command.limit_per_class is not None and command.limit_per_class < 1:
-        raise PrepError(f"--limit-per-class {command.limit_per_class} leaves nothing. Use at least 1.")
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
-def _refuse_out_inside_source(command: Build) -> None:
-    """Else the next start would list the shards as images of a new class."""
-    root = Path(command.source.partition(":")[2]).expanduser()
-    if root.is_dir() and command.source.partition(":")[2] and command.out.resolve().is_relative_to(root.resolve()):
-        raise PrepError(f"--out {command.out} lies inside the source {root}. Choose a folder outside it.")
-
-
-def _scenario(command: Tasks, *, num_domains: int) -> Scenario:
+def _check_order(command: Tasks) -> None:
     if command.seed is not None and command.order is not None:
         raise PrepError("--seed and --order exclude each other: the reference order has its own seeds.")
-    if command.seed is not None and command.seed < 0:
-        raise PrepError(f"--seed {command.seed} is negative. Use 0 or more.")
-    tasks = command.tasks
-    if tasks is None:
-        if command.scenario in ("class", "data"):
-            raise PrepError(f"--scenario {command.scenario} needs --tasks, such as --tasks 5.")
-        tasks = 1 if command.scenario == "joint" else max(num_domains, 1)
-    return Scenario(kind=command.scenario, num_tasks=tasks, seed=command.seed)
-
-
-def _formats(asked: str | None, source: Source, resize: Resize) -> tuple[str, ...]:
-    if asked is None:
-        size = (resize.size_px,) * 2 if resize.fit == "square" else source.one_size
-        return ("array",) if size is not None and max(size) <= _SMALL_PX else ("tar",)
-    known = formats()
-    names = tuple(dict.fromkeys(filter(None, asked.split(","))))
-    for name in names:
-        if name not in known:
-            raise PrepError(f"--formats: '{name}' is not a format. Choose from {', '.join(sorted(known))}.")
-    if not names:
-        raise PrepError(f"--formats is empty. Choose from {', '.join(sorted(known))}.")
-    return names
-
-
-def _workers(asked: int | None) -> int:
-    if asked is not None and asked < 1:
-        raise PrepError(f"--workers {asked}: use at least one.")
-    return asked or len(os.sched_getaffinity(0))
 
 
 if __name__ == "__main__":

@@ -98,6 +98,8 @@ class QuarantineEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
+    """What a prepared folder holds, task by task, in which files with which checksums."""
+
     schema: int
     name: str
     source: SourceEntry

@@ -26,14 +26,16 @@ from dataprep.writers import Record, ShardDamage, formats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Verification:
+    """What was looked at, and a sentence for each thing that is wrong."""
+
     problems: tuple[str, ...]
     num_files: int
     num_images: int
     manifests: tuple[str, ...]
 
 
-def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> Report:
+def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> Verification:
     """`quick` looks at sizes and counts only. Problems are collected, not raised, so that one does not hide another."""
     path = manifest_path(where)
     folder = path.parent
@@ -62,7 +64,7 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> R
                         continue
                     meter.label(f"{shard.path}")
                     num_images += _check_shard(manifest, number, table, folder, num_workers, meter, problems)
-    return Report(
+    return Verification(
         problems=tuple(problems),
         num_files=len(files),
         num_images=num_images,

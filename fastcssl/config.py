@@ -66,6 +66,8 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
+    """Everything that decides a run. A recipe fills it."""
+
     recipe: str
     epochs: int  # a task
     batch_size: int  # over all ranks and micro-batches

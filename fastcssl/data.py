@@ -15,6 +15,8 @@ Order = Literal["shuffled", "sequential", "endless"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
+    """A prepared data set: `Prepared.open(folder)`."""
+
     manifest: Manifest
     folder: Path
     table: Table  # one row a sample, sorted by id

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fastcssl.batchnorm import BatchNormAcrossRanks as BatchNormAcrossRanks
+from fastcssl.errors import UserError
 
 Scope = Literal["global", "local"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
@@ -199,6 +200,26 @@ def connect(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> tu
         with watched("connecting"):
             dist.init_process_group(backend, rank=world.rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     return world, device
+
+
+@contextmanager
+def connected(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> Iterator[tuple[World, torch.device]]:
+    """`connect` for the length of a block. A group that is there already is used and left.
+
+    After an error it is not taken down: that would wait for ranks which may be gone.
+    """
+    if dist.is_available() and dist.is_initialized():
+        device = _device(device_kind, int(os.environ.get("LOCAL_RANK", "0")))
+        yield World(dist.get_rank(), dist.get_world_size()), device
+        return
+    try:
+        place = connect(device_kind, timeout_s=timeout_s)
+    except RankLost:
+        raise
+    except RuntimeError as error:  # no such GPU, or an incomplete environment
+        raise UserError(str(error)) from None
+    yield place
+    disconnect()
 
 
 def _device(kind: DeviceKind, local_rank: int) -> torch.device:

@@ -10,7 +10,7 @@ from fastcssl.errors import UserError
 from fastcssl.interrupt import Stop
 from fastcssl.probes import ProbeViews
 from fastcssl.references import unmatched
-from fastcssl.request import Machine, Outcome, Progress, Request
+from fastcssl.request import Evaluated, Machine, Progress, Request
 from fastcssl.results import DOWNSTREAM
 from fastcssl.sidebyside import SideBySide
 from fastcssl.targets import Target
@@ -25,7 +25,7 @@ def evaluate(
     *,
     references: Sequence[Target] = (),
     progress: Progress | None = None,
-) -> list[Outcome]:
+) -> list[Evaluated]:
     """All ranks call it alike; rank 0 writes. The outcomes are of the targets, in their order."""
     machine, progress = machine or Machine(), progress or Progress()
     folders = {target.folder.resolve() for target in targets}
@@ -33,7 +33,7 @@ def evaluate(
     for strange in unmatched(targets, others):
         progress.note(f"{strange.folder} is no reference of these runs: its data, method or encoder is another.")
         others.remove(strange)
-    found: list[Outcome] = []
+    found: list[Evaluated] = []
     with Stop() as stop:
         for where, name in _data_sets(targets, request):
             data = Prepared.open(where)

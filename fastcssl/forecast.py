@@ -61,6 +61,8 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
+    """What a run will take. Memory and disk in bytes, by what they are for."""
+
     config: Config
     world_size: int
     device: torch.device

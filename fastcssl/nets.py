@@ -24,7 +24,7 @@ from fastcssl.encoders import EncoderConfig, untrained
 from fastcssl.errors import UserError
 
 __all__ = ["EncoderConfig", "EncoderFileError", "Online", "activation_bytes", "build_encoder", "describe_file"]
-__all__ += ["difference", "from_file", "mlp", "save_encoder", "seeded"]
+__all__ += ["difference", "load_encoder", "mlp", "save_encoder", "seeded"]
 
 ANY_SIZE_PX = 224  # to build an encoder that takes images of any size
 
@@ -137,7 +137,7 @@ def save_encoder(path: Path | str, encoder: nn.Module, config: EncoderConfig, me
     write_atomically(Path(path), _with_sorted_metadata(save(tensors, {**metadata, **own})))
 
 
-def from_file(path: Path | str) -> nn.Module:
+def load_encoder(path: Path | str) -> nn.Module:
     """The encoder that `save_encoder` wrote, on the CPU, in eval mode, with `num_features`."""
     metadata, tensors = _read(Path(path), with_tensors=True)
     try:

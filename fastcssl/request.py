@@ -63,6 +63,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
+    """What an evaluation runs on."""
+
     world: World = field(default_factory=World)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: Precision = "auto"
@@ -73,7 +75,9 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Evaluated:
+    """One table of accuracies of one run, and the file that holds it."""
+
     target: Target
     path: Path
     evaluation: Evaluation

@@ -73,6 +73,8 @@ class MadeBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
+    """A table of accuracies (shares 0..1), a row a checkpoint and a column a task, with A, S, P and F."""
+
     format: int
     probe: Probe
     scope: str

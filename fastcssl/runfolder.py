@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,11 @@ from dataprep.manifest import write_atomically
 from fastcssl.errors import UserError
 
 ENCODERS = "encoders"
+Folders = Path | str | Sequence[Path | str]  # one, or several
+
+
+def folders_of(given: Folders) -> list[Path]:
+    return [Path(given)] if isinstance(given, Path | str) else [Path(folder) for folder in given]
 
 
 def set_aside(folder: Path) -> Path | None:

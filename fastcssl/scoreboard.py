@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastcssl.display import bar_grid, bar_row, duration, fact_grid, framed
-from fastcssl.request import Outcome, Progress
+from fastcssl.request import Evaluated, Progress
 from fastcssl.results import EvaluatedEncoder, Evaluation
 
 _LINE_SECONDS = 30.0
@@ -92,10 +92,10 @@ class Scoreboard(Progress):
 # ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
-def summary(outcomes: Sequence[Outcome]) -> RenderableType:
+def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
     """A table for each result; of a grid of settings one row each."""
     parts: list[RenderableType] = []
-    grids: dict[tuple[str, str, str], list[Outcome]] = {}
+    grids: dict[tuple[str, str, str], list[Evaluated]] = {}
     for outcome in outcomes:
         made = outcome.evaluation
         grids.setdefault((str(outcome.target.folder), made.probe, made.scope), []).append(outcome)
@@ -153,7 +153,7 @@ _METRICS = (
 )
 
 
-def _grid(found: Sequence[Outcome]) -> Table:
+def _grid(found: Sequence[Evaluated]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
     table.add_column("settings", no_wrap=True)
     for heading in ("A", "S", "P", "F", "top-1", "top-5"):
@@ -167,7 +167,7 @@ def _grid(found: Sequence[Outcome]) -> Table:
     return table
 
 
-def settings_of(made: Evaluation, others: Sequence[Outcome]) -> str:
+def settings_of(made: Evaluation, others: Sequence[Evaluated]) -> str:
     """Those that tell it apart from the others."""
     differ = [
         key

@@ -48,6 +48,8 @@ _STATUS_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
+    """How training ended: the run's folder, and a report of each task that it finished."""
+
     folder: Path
     status: Literal["finished", "stopped"]
     signal: int = 0  # that stopped it, or 0

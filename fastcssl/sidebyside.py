@@ -26,7 +26,7 @@ from fastcssl.errors import UserError
 from fastcssl.interrupt import Stop
 from fastcssl.probes import CHUNK, Bench, Contender, Hits, ProbeViews, cached, knn, linear
 from fastcssl.references import matched
-from fastcssl.request import Interrupted, Machine, Outcome, Progress, Request
+from fastcssl.request import Evaluated, Interrupted, Machine, Progress, Request
 from fastcssl.results import EvaluatedData, Evaluation, MadeBy, Probe, References
 from fastcssl.run import amp_dtype
 from fastcssl.targets import Target
@@ -150,7 +150,7 @@ class SideBySide:
 
     # ---- Doing it ----------------------------------------------------------------------------------------------------
 
-    def run(self, stop: Stop) -> list[Outcome]:
+    def run(self, stop: Stop) -> list[Evaluated]:
         began = time.perf_counter()
         needs = self._needs()
         if needs:
@@ -243,7 +243,7 @@ class SideBySide:
 
     # ---- What came of it ---------------------------------------------------------------------------------------------
 
-    def _outcomes(self, computed: bool, seconds: float) -> list[Outcome]:
+    def _outcomes(self, computed: bool, seconds: float) -> list[Evaluated]:
         found = []
         for slot in self._slots:
             made = self._evaluation(slot, seconds if computed else 0.0)
@@ -252,7 +252,7 @@ class SideBySide:
                 path = made.save(slot.target.folder)
                 assert path == slot.path
             kept = slot.known if was_there and slot.known else made
-            found.append(Outcome(target=slot.target, path=slot.path, evaluation=kept, was_there=was_there))
+            found.append(Evaluated(target=slot.target, path=slot.path, evaluation=kept, was_there=was_there))
         return found
 
     def _evaluation(self, slot: _Slot, seconds: float) -> Evaluation:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dataprep.manifest import sha256_of
 from fastcssl.encoders import EncoderConfig
 from fastcssl.errors import UserError
-from fastcssl.nets import EncoderFileError, build_encoder, describe_file, difference, from_file
+from fastcssl.nets import EncoderFileError, build_encoder, describe_file, difference, load_encoder
 from fastcssl.probes import ProbeViews
 from fastcssl.results import EvaluatedEncoder
 from fastcssl.views import Family, Policy, policy, with_normalisation, with_size
@@ -236,7 +236,7 @@ def _file(
 
 
 def _loader(path: Path) -> Callable[[], nn.Module]:
-    return lambda: from_file(path)
+    return lambda: load_encoder(path)
 
 
 def _foreign(path: Path, config: EncoderConfig, size_px: int) -> Callable[[], nn.Module]:

@@ -349,7 +349,7 @@ def test_a_gpu_that_is_not_there(run: Run, data: Path) -> None:
 
 def test_only_the_first_rank_speaks(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(fastcssl.dist, "connect", lambda _: (World(1, 2), torch.device("cpu")))
+    monkeypatch.setattr(fastcssl.dist, "connect", lambda *_, **__: (World(1, 2), torch.device("cpu")))
     for args in (("demo", "mocco"), (*DEMO, "--optim.lrr", "3"), ("--help",), ("--list", "demo")):
         _, out, err = run(*args)
         assert (out, err) == ("", "")

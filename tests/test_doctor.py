@@ -25,6 +25,7 @@ from fastcssl.doctor import (
     failed,
     gpus,
     look,
+    looks,
     machine,
     operators,
     packages,
@@ -90,7 +91,8 @@ def test_exit_status_and_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ((good,), 0, "All is well. 1 checks passed, 1 notes."),
         ((good, bad), 1, "1 failed: c."),
     ):
-        monkeypatch.setattr(doctor, "_looks", lambda *_, each=sections: iter([("x", lambda s=s: s) for s in each]))
+        made = [("x", lambda s=s: s) for s in sections]
+        monkeypatch.setattr(looks, "looks", lambda *_, made=made, **__: iter(made))
         assert doctor.main([]) == status
         out = capsys.readouterr().out
         assert says in out and "→ get it" in out

@@ -19,7 +19,7 @@ from fastcssl.cli import train as command
 from fastcssl.copies import EmaCopy, FrozenCopy
 from fastcssl.encoders import EncoderConfig
 from fastcssl.errors import UserError
-from fastcssl.nets import EncoderFileError, activation_bytes, build_encoder, from_file, save_encoder
+from fastcssl.nets import EncoderFileError, activation_bytes, build_encoder, load_encoder, save_encoder
 from fastcssl.optim import OptimConfig, build_optimizer
 
 VIT = EncoderConfig(name="vit-tiny-w32")
@@ -128,7 +128,7 @@ def test_a_vit_is_trained_with_adamw_and_leaves_as_a_file(tmp_path: Path) -> Non
     outcome = run(found, prepared(tmp_path / "data"), tmp_path / "run")
     assert outcome.status == "finished" and len(outcome.tasks) == 2
     start = build_encoder(FROZEN, found.config.seed, 16).state_dict()
-    files = [from_file(tmp_path / "run" / "encoders" / f"task{task}.safetensors") for task in (0, 1)]
+    files = [load_encoder(tmp_path / "run" / "encoders" / f"task{task}.safetensors") for task in (0, 1)]
     for encoder in files:
         assert encoder.num_features == 32 and encoder.size_px == 16 and not encoder.training
         moved = {key for key, value in encoder.state_dict().items() if not torch.equal(value, start[key])}
@@ -161,7 +161,7 @@ def test_the_file_of_a_vit(tmp_path: Path) -> None:
     save_encoder(path, vit, FROZEN, {"size_px": "16"})
     said = nets.describe_file(path)
     assert said["architecture"] == "vit-tiny-w32" and said["built_for_px"] == "16" and said["num_features"] == "32"
-    loaded, x = from_file(path), torch.randn(2, 3, 16, 16)
+    loaded, x = load_encoder(path), torch.randn(2, 3, 16, 16)
     assert torch.equal(loaded(x), vit.eval()(x)) and loaded.size_px == 16
     with pytest.raises(ValueError, match="sets 'built_for_px' by itself"):
         save_encoder(path, vit, FROZEN, {"built_for_px": "16"})
@@ -176,7 +176,7 @@ def test_the_file_of_a_vit(tmp_path: Path) -> None:
     ):
         save_file(state, path, {**own, "built_for_px": size})
         with pytest.raises(EncoderFileError, match=says):
-            from_file(path)
+            load_encoder(path)
 
 
 # ---- Names -----------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_a_model_of_torchvision_goes_the_way_of_a_file(tmp_path: Path) -> None:
     encoder, x = build_encoder(config, 0, 32), torch.randn(2, 3, 32, 32)
     encoder(x)  # BatchNorms have seen images
     save_encoder(tmp_path / "encoder", encoder, config, {})
-    loaded = from_file(tmp_path / "encoder")
+    loaded = load_encoder(tmp_path / "encoder")
     assert torch.equal(loaded(x), encoder.eval()(x)) and loaded.num_features == 1024 and loaded.size_px is None
 
 
@@ -300,7 +300,7 @@ def test_timms_models(tmp_path: Path) -> None:
         assert frozen_names(encoder) == frozen
         assert encoder(x).shape == (2, num_features)
         save_encoder(tmp_path / "encoder", encoder, config, {})
-        assert torch.equal(from_file(tmp_path / "encoder")(x), encoder.eval()(x))
+        assert torch.equal(load_encoder(tmp_path / "encoder")(x), encoder.eval()(x))
     with pytest.raises(ValueError, match=r"Did you mean timm:vit_tiny_patch16_224"):
         EncoderConfig(name="timm:vit_tiny_patch16_22")
     with pytest.raises(UserError, match=r"timm:resnet10t has no patch embedding that is known"):

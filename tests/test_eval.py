@@ -18,7 +18,7 @@ from fastcssl.dist import World
 from fastcssl.downstream import RECIPES, recipe_of
 from fastcssl.evaluate import evaluate
 from fastcssl.recipes import recipe
-from fastcssl.request import Machine, Outcome, Progress, Request
+from fastcssl.request import Evaluated, Machine, Progress, Request
 from fastcssl.results import Evaluation, evaluations, metrics_of
 from fastcssl.scoreboard import Scoreboard
 from fastcssl.targets import open_references, open_targets
@@ -122,7 +122,7 @@ def machine(**changes: object) -> Machine:
     return Machine(**{"precision": "fp32", "num_threads": 1, **changes})  # type: ignore[arg-type]
 
 
-def outcomes(folder: Path, request: Request, progress: Progress | None = None, **changes: object) -> list[Outcome]:
+def outcomes(folder: Path, request: Request, progress: Progress | None = None, **changes: object) -> list[Evaluated]:
     targets = open_targets([folder], architecture=None, family="imagenet", size_px=None, out=None)
     return evaluate(targets, request, machine(**changes), progress=progress)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastcssl import nets
 from fastcssl.dist import World, synchronised
-from fastcssl.nets import EncoderConfig, EncoderFileError, build_encoder, from_file, mlp, save_encoder, seeded
+from fastcssl.nets import EncoderConfig, EncoderFileError, build_encoder, load_encoder, mlp, save_encoder, seeded
 
 TINY = EncoderConfig(name="resnet18-w8", stem="cifar")
 NUM_FEATURES = {"resnet18": 512, "resnet34": 512, "resnet50": 2048, "resnet101": 2048}
@@ -286,7 +286,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
     path, encoder = tmp_path / "task0.safetensors", trained()
     save_encoder(path, encoder, TINY, RUN)
     assert encoder.training
-    loaded = from_file(str(path))
+    loaded = load_encoder(str(path))
     assert not loaded.training and not any(module.training for module in loaded.modules())
     assert not differ(loaded, encoder) and loaded.num_features == 64
     assert loaded.bn1.num_batches_tracked == 1
@@ -319,7 +319,7 @@ def test_weights_are_stored_in_float32(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         encoder = trained().to(dtype)
         save_encoder(tmp_path / "encoder", encoder, TINY, {})
-        assert not differ(from_file(tmp_path / "encoder"), encoder.float())
+        assert not differ(load_encoder(tmp_path / "encoder"), encoder.float())
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_crash_while_saving_keeps_the_old_file(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(os, function, Mock(side_effect=KeyboardInterrupt))
             save_encoder(path, trained(seed=1), TINY, RUN)
-        assert not differ(from_file(path), old)
+        assert not differ(load_encoder(path), old)
 
 
 def test_torn_files(tmp_path: Path) -> None:
@@ -354,22 +354,22 @@ def test_torn_files(tmp_path: Path) -> None:
     header = 8 + int.from_bytes(content[:8], "little")
     for length in (0, 4, 8, 200, header, header + 64, len(content) - 1):
         torn.write_bytes(content[:length])
-        for read in (from_file, nets.describe_file):
+        for read in (load_encoder, nets.describe_file):
             says([str(torn), "only a part", "again"], EncoderFileError, lambda read=read: read(torn))
     torn.write_bytes(content + b"x")
-    says([str(torn), "not a safetensors file"], EncoderFileError, lambda: from_file(torn))
+    says([str(torn), "not a safetensors file"], EncoderFileError, lambda: load_encoder(torn))
 
 
 def test_files_of_other_kinds(tmp_path: Path) -> None:
     path = tmp_path / "other"
-    says([str(path), "not a file", ".safetensors"], EncoderFileError, lambda: from_file(path))
-    says([str(tmp_path), "not a file"], EncoderFileError, lambda: from_file(tmp_path))
+    says([str(path), "not a file", ".safetensors"], EncoderFileError, lambda: load_encoder(path))
+    says([str(tmp_path), "not a file"], EncoderFileError, lambda: load_encoder(tmp_path))
     path.write_text("weights, but not really " * 10)
-    says([str(path), "not a safetensors file"], EncoderFileError, lambda: from_file(path))
+    says([str(path), "not a safetensors file"], EncoderFileError, lambda: load_encoder(path))
     state = trained().state_dict()
     for as_zip in (True, False):
         torch.save(state, path, _use_new_zipfile_serialization=as_zip)
-        says([str(path), "pickle", "safetensors"], EncoderFileError, lambda: from_file(path))
+        says([str(path), "pickle", "safetensors"], EncoderFileError, lambda: load_encoder(path))
         says([str(path), "pickle"], EncoderFileError, lambda: nets.describe_file(path))
 
 
@@ -379,10 +379,10 @@ def test_files_that_do_not_hold_what_they_say(tmp_path: Path) -> None:
 
     def refused(words: list[str], tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> None:
         save_file(tensors, path, metadata)
-        says([str(path), *words], EncoderFileError, lambda: from_file(path))
+        says([str(path), *words], EncoderFileError, lambda: load_encoder(path))
 
     save_file(state, path, good)
-    assert not differ(from_file(path), trained())
+    assert not differ(load_encoder(path), trained())
     refused(["does not say which encoder", "architecture", "load_state_dict"], state, None)
     refused(["lack architecture, stem, num_features"], state, {"format_version": "1"})
     says(["lack architecture"], EncoderFileError, lambda: nets.describe_file(path))

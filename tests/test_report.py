@@ -20,7 +20,7 @@ from small_runs import tiny
 
 from fastcssl.cli.report import main
 from fastcssl.errors import UserError
-from fastcssl.report import Report, report
+from fastcssl.report import Report, report_runs
 from fastcssl.report.figures import LINES, NAMES
 from fastcssl.report.runs import found_runs, read_run
 from fastcssl.report.summary import summary
@@ -108,7 +108,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Report:
     )  # fmt: skip
     evaluated(odd, rows=4, ft=False, columns=[f"<i>{t}</i>" for t in range(10)])
     bare = made_run(root / "not evaluated", "domainnet-domain6", "barlow", "cassle")
-    return report([root / "finetune", root / "pnr", joint, odd, bare], root / "report")
+    return report_runs([root / "finetune", root / "pnr", joint, odd, bare], root / "report")
 
 
 def test_the_page_is_whole_and_needs_nothing_else(many: Report) -> None:
@@ -184,7 +184,7 @@ def test_a_real_run_from_training_to_the_page(tmp_path: Path) -> None:
     data = tmp_path / "data"
     prep_ok("build", "synthetic:classes=20,train=4,val=2", "--scenario", "class", "--tasks", 2, "--out", data)
     train_run(tiny(online_probe="every=0"), data, tmp_path / "run")
-    found = report([tmp_path / "run"])
+    found = report_runs([tmp_path / "run"])
     text = seen(checked(found.page))
     assert "MoCo + PNR · seed 5" in text and "bounded this run" in text and "online linear %" in text
     assert found.runs[0].machine.loader == "resident"
@@ -271,7 +271,7 @@ def test_a_run_whose_stages_nobody_timed_has_no_bottleneck(tmp_path: Path) -> No
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(re.sub(r', "stages": \{.*\}\}\}', "}", text))
     assert read_run(run).bound is None
-    checked(report([run]).page)
+    checked(report_runs([run]).page)
 
 
 # ---- In a browser ----------------------------------------------------------------------------------------------------

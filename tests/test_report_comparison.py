@@ -8,7 +8,7 @@ from made_runs import accuracies, evaluated, made_run
 
 from fastcssl.config import plain
 from fastcssl.recipes import RECIPES, recipe, settled
-from fastcssl.report import report
+from fastcssl.report import report_runs
 from fastcssl.report.comparison import _is_beside, _plain, compared, mark, shown
 from fastcssl.report.figures import short_names
 from fastcssl.report.markup import Html, el
@@ -51,7 +51,7 @@ def test_probes_and_scopes_have_tables_of_their_own(tmp_path: Path) -> None:
     evaluated(run, scope="downstream:stl10", columns=["all"])
     for metric in ("cosine", "euclidean"):
         evaluated(run, probe="knn", settings={"k": 20, "metric": metric})
-    found = report([run])
+    found = report_runs([run])
     assert [table.evaluation for table in found.comparisons] == [
         "linear probe, all classes",
         "linear probe, 10 % of the labels",

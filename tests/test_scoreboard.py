@@ -9,7 +9,7 @@ from rich.console import Console
 from test_results import evaluation
 
 from fastcssl.encoders import EncoderConfig
-from fastcssl.request import Outcome
+from fastcssl.request import Evaluated
 from fastcssl.results import Metrics, References
 from fastcssl.scoreboard import Scoreboard, matrix, summary
 from fastcssl.targets import Look, Target
@@ -82,9 +82,9 @@ def target(folder: str = "runs/pnr") -> Target:
     )
 
 
-def outcome(lr: float, last: float = 0.625, *, was_there: bool = False) -> Outcome:
+def outcome(lr: float, last: float = 0.625, *, was_there: bool = False) -> Evaluated:
     made = evaluation(settings={"lr": lr, "epochs": 100}, metrics=Metrics(A=[0.5, last], S=0.0, P=-0.25, F=0.15))
-    return Outcome(target=target(), path=Path("runs/pnr/evaluations/x.json"), evaluation=made, was_there=was_there)
+    return Evaluated(target=target(), path=Path("runs/pnr/evaluations/x.json"), evaluation=made, was_there=was_there)
 
 
 def test_the_table_of_a_run() -> None:

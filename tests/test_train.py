@@ -65,7 +65,7 @@ def test_an_exported_encoder_is_torchvisions(tmp_path: Path, two_tasks: Path) ->
     model.fc = torch.nn.Identity()
     model.load_state_dict(load_file(path), strict=True)
     image = torch.randn(1, 3, 32, 32)
-    assert torch.equal(model.eval()(image), nets.from_file(path)(image))
+    assert torch.equal(model.eval()(image), nets.load_encoder(path)(image))
 
 
 def test_joint_training_is_one_task_of_all_images(tmp_path: Path, two_tasks: Path) -> None:

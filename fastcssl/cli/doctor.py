@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from fastcssl import __version__
-from fastcssl.doctor import REINSTALL, Section, failed
+from fastcssl.doctor import Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Console(stderr=True).status("") as status:
         import torch
 
+        from fastcssl.doctor.looks import looks
         from fastcssl.doctor.show import show_section, show_verdict
 
         has_gpu = torch.cuda.is_available()
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.json:
             console.print(about, highlight=False)
         sections: list[Section] = []
-        for title, look in _looks(options, has_gpu):
+        for title, look in looks(options.data, full=options.full):
             status.update(title)
             sections.append(look())
             if not options.json:
@@ -51,31 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         show_verdict(console, sections, has_gpu=has_gpu)
     return 0 if is_well else 1
-
-
-def _looks(options: Options, has_gpu: bool) -> Iterator[tuple[str, Callable[[], Section]]]:
-    from fastcssl.doctor import gpus, machine, packages
-
-    yield "machine", lambda: machine.machine(options.data)
-    try:
-        from fastcssl.doctor import build, operators, races, timings
-    except (ImportError, OSError) as error:  # what those look at cannot even be loaded
-        reason = str(error).partition("\n")[0]
-        broken = failed("operators", f"fastcssl's compiled part does not load: {reason}", REINSTALL)
-        yield "build", lambda: Section("Build", (broken,))
-        return
-    yield "build", build.build
-    yield "packages", packages.packages
-    yield "GPUs", gpus.gpus
-    yield "operators on the CPU", lambda: operators.operators("cpu")
-    if has_gpu:
-        yield "operators on the GPU", lambda: operators.operators("cuda")
-        yield "races", races.races
-        yield "speed", timings.timings
-    if options.full:
-        from fastcssl.doctor import suite
-
-        yield "tests/gpu", suite.suite
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from fastcssl.cli.endings import ended, explained
 from fastcssl.errors import UserError
 
 if TYPE_CHECKING:
-    from fastcssl.request import Outcome
+    from fastcssl.request import Evaluated
 
 PROG = "fastcssl-eval"
 ProbeName = Literal["linear", "linear-cached", "knn"]
@@ -77,24 +77,18 @@ def _run(words: list[str], console: Console) -> int:
 
 def _evaluate(options: Options, words: list[str], console: Console) -> int:
     from fastcssl import downstream
-    from fastcssl.dist import RankLost, connect, disconnect
+    from fastcssl.api import evaluate_runs
     from fastcssl.encoders import EncoderConfig
-    from fastcssl.evaluate import evaluate
-    from fastcssl.request import Interrupted, Machine, Request
-    from fastcssl.scopes import check_scope
+    from fastcssl.request import Interrupted, Request
     from fastcssl.scoreboard import Scoreboard, summary
-    from fastcssl.targets import open_references, open_targets
 
-    scope = () if options.scope == ("none",) else tuple(dict.fromkeys(options.scope))
-    for word in scope:
-        check_scope(word)
     try:
         architecture = EncoderConfig(name=options.architecture, stem=options.stem) if options.architecture else None
     except ValueError as error:
         raise UserError(f"--architecture: {error}") from None
     request = Request(
         probes=tuple(dict.fromkeys(options.probe)),
-        scopes=scope,
+        scopes=() if options.scope == ("none",) else tuple(dict.fromkeys(options.scope)),
         downstream=tuple(downstream.parse(text) for text in options.downstream),
         data=options.data,
         lrs=options.lr,
@@ -109,40 +103,32 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
         random_encoder=options.random_encoder,
         again=options.again,
     )
-    targets = open_targets(
-        options.runs, architecture=architecture, family=options.family, size_px=options.size_px, out=options.out
-    )
-    references = open_references(options.references)
     try:
-        # A rank may solve a regression for hours while the others wait.
-        world, device = connect(options.device, timeout_s=6 * 3600.0)
-    except RankLost:
-        raise
-    except RuntimeError as error:
-        raise UserError(str(error)) from None
-    machine = Machine(
-        world=world,
-        device=device,
-        precision=options.precision,
-        loader=options.loader,
-        num_threads=options.num_threads,
-        checkpoint_minutes=options.checkpoint_minutes,
-        command=shlex.join([PROG, *words]),
-    )
-    try:
-        with Scoreboard(console, quiet=world.rank > 0) as board:
-            outcomes = evaluate(targets, request, machine, references=references, progress=board)
+        with Scoreboard(console, quiet=console.quiet) as board:
+            found = evaluate_runs(
+                options.runs,
+                request,
+                references=options.references,
+                architecture=architecture,
+                family=options.family,
+                out=options.out,
+                device=options.device,
+                precision=options.precision,
+                loader=options.loader,
+                num_threads=options.num_threads,
+                checkpoint_minutes=options.checkpoint_minutes,
+                command=shlex.join([PROG, *words]),
+                progress=board,
+            )
     except Interrupted as interrupted:
         console.print(Text(str(interrupted), "yellow"))
         return 128 + interrupted.signal
-    finally:
-        disconnect()
-    console.print(summary(outcomes))
-    _tell_missing(outcomes, console)
+    console.print(summary(found))
+    _tell_missing(found, console)
     return 0
 
 
-def _tell_missing(outcomes: "list[Outcome]", console: Console) -> None:
+def _tell_missing(outcomes: "list[Evaluated]", console: Console) -> None:
     """The commands that make the references which plasticity lacks, each once."""
     from fastcssl.references import missing_commands
 

@@ -37,10 +37,10 @@ def _run(words: list[str], console: Console) -> int:
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")
     # Here, as drawing takes a second to load and --help need not wait for it.
-    from fastcssl.report import report
+    from fastcssl.report import report_runs
     from fastcssl.report.summary import summary
 
-    found = report(options.runs, options.out)
+    found = report_runs(options.runs, options.out)
     if not console.is_terminal:  # a log has no edge to keep to
         console = Console(file=console.file, width=max(console.width, 160))
     console.print(summary(found))

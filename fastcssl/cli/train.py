@@ -222,52 +222,25 @@ def _with_options(words: Sequence[str], options: Options, found: Recipe, args: S
 
 
 def _train(options: Options, found: Recipe, seeds: tuple[int, ...], out: Path, data: Path, console: Console) -> int:
-    from fastcssl.dist import RankLost, connect, disconnect
-    from fastcssl.train import train
+    from fastcssl.api import forecast_run, train_run, train_seeds
+    from fastcssl.dist import connected
 
-    try:
-        world, device = connect(found.config.run.device)
-    except RankLost:
-        raise
-    except RuntimeError as error:  # no such GPU, or an incomplete environment
-        raise UserError(str(error)) from None
     if options.dry_run:
-        from fastcssl.forecast import forecast, shown
+        from fastcssl.forecast import shown
 
-        if world.rank == 0:
-            console.print(shown(forecast(found.config, data, world.size, device, out=out)))
-        world.barrier()
-        disconnect()
+        with connected(found.config.run.device) as (world, _):
+            if world.rank == 0:
+                console.print(shown(forecast_run(found, data=data, out=out, num_ranks=world.size)))
+            world.barrier()
         return 0
-    outcomes: list[Outcome] = []
-    for number, seed in enumerate(seeds or (found.config.seed,), start=1):
-        if seeds:
-            console.rule(f"seed {seed}, {number} of {len(seeds)}", align="left", style="dim")
-        outcome = train(
-            found.changed_to(dataclasses.replace(found.config, seed=seed)),
-            data=data,
-            out=out / f"seed{seed}" if seeds else out,
-            resume=options.resume,
-            start_from=_of_seed(options.start_from, seed) if seeds else options.start_from,
-            world=world,
-            device=device,
-            console=console,
-        )
-        outcomes.append(outcome)
-        if outcome.signal:
-            break
+    where: dict[str, Any] = {"data": data, "out": out, "resume": options.resume, "start_from": options.start_from}
+    if seeds:
+        outcomes = train_seeds(found, seeds, console=console, **where)
+    else:
+        outcomes = [train_run(found, console=console, **where)]
     if len(outcomes) > 1 and (table := over_seeds(outcomes)) is not None:
         console.print(table)
-    disconnect()
     return 128 + outcomes[-1].signal if outcomes[-1].signal else 0
-
-
-def _of_seed(start_from: str | None, seed: int) -> str | None:
-    """--from RUN@K, where RUN holds several seeds too."""
-    if start_from is None or "@" not in start_from:
-        return start_from
-    run, _, task = start_from.rpartition("@")
-    return f"{run}/seed{seed}@{task}"
 
 
 def over_seeds(outcomes: "Sequence[Outcome]") -> RenderableType | None:

@@ -26,6 +26,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Section:
+    """Findings about one thing."""
+
     title: str
     findings: tuple[Finding, ...]
 

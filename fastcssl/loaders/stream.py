@@ -39,6 +39,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
+    """How images become batches of views: the policy, the global batch size, the seed, the back end."""
+
     policy: Policy
     batch_size: int  # global: over all ranks
     seed: int = 0

@@ -48,11 +48,23 @@ _ON_IMAGENET_1K = ("moco", "byol")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
+    """The configuration of a run, and where each of its values comes from."""
+
     config: "Config"
     sources: Mapping[str, str]  # by dotted key, one for each value of the configuration
 
+    def changed(self, values: Mapping[str, Any]) -> "Recipe":
+        """With other values, by dotted keys as the command line's flags: {"epochs": 1, "optim.lr": 0.3}."""
+        known = dict(flat(self.config))
+        tree: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in known:
+                raise UserError(f"There is no setting {key!r}. {nearest(key, known)}")
+            _put(tree, key, value)
+        return self.changed_to(_filled(self.config, tree))
+
     def changed_to(self, config: "Config") -> "Recipe":
-        """What differs was said on the command line."""
+        """With another configuration; what differs counts as said on the command line."""
         before, after = dict(flat(self.config)), dict(flat(config))
         sources = {
             key: self.sources.get(key, OURS) if key in before and before[key] == value else COMMAND_LINE
@@ -62,6 +74,7 @@ class Recipe:
 
 
 def recipe(name: str, method: str, strategy: str, *, settings: Settings = "matched") -> Recipe:
+    """By its three words. settings: "matched" is alike for every strategy, "published" each author's own."""
     from fastcssl import methods, strategies  # here, as they need torch and a list of recipes does not
     from fastcssl.config import Config, ExpectConfig, ViewsConfig
     from fastcssl.nets import EncoderConfig
@@ -72,11 +85,7 @@ def recipe(name: str, method: str, strategy: str, *, settings: Settings = "match
     values = settled(name, method, strategy, settings)
     tree: dict[str, Any] = {}
     for key, (value, _) in values.items():
-        *path, last = key.split(".")
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = value
+        _put(tree, key, value)
     parts = {
         "method": methods.find(method).Config(),
         "strategy": strategies.find(strategy).Config(),
@@ -160,6 +169,13 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", value
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+    tree[last] = value
 
 
 def _filled(config: Any, values: Mapping[str, Any]) -> Any:

@@ -13,8 +13,9 @@ from fastcssl.report.figures import Picture
 from fastcssl.report.page import page
 from fastcssl.report.runs import RunRecord, found_runs, read_run
 from fastcssl.results import Evaluation
+from fastcssl.runfolder import Folders, folders_of
 
-__all__ = ["Report", "report"]
+__all__ = ["Report", "report_runs"]
 
 PAGE = "index.html"
 PICTURES = "figures"
@@ -22,28 +23,33 @@ PICTURES = "figures"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
+    """The page, its pictures, and what they were drawn from."""
+
     page: Path
     pictures: tuple[Path, ...]
     runs: tuple[RunRecord, ...]
     comparisons: tuple[Comparison, ...]
 
 
-def report(folders: Sequence[Path], out: Path | None = None) -> Report:
-    """`out`: by default RUN/report, and ./report for several runs."""
-    runs = [read_run(folder) for folder in found_runs(folders)]
-    comparisons = compared(runs)
-    pictures = {key: [picture.drawn() for picture in group] for key, group in _pictures(runs, comparisons).items()}
-    out = out or (runs[0].folder / "report" if len(runs) == 1 else Path("report"))
+def report_runs(runs: Folders, out: Path | str | None = None) -> Report:
+    """Draws runs, evaluated or not, as one page with pictures.
+
+    runs: folders of `train_run` or `train_seeds`. out: by default RUN/report, and ./report for several runs.
+    """
+    records = [read_run(folder) for folder in found_runs(folders_of(runs))]
+    comparisons = compared(records)
+    pictures = {key: [picture.drawn() for picture in group] for key, group in _pictures(records, comparisons).items()}
+    out = Path(out) if out else (records[0].folder / "report" if len(records) == 1 else Path("report"))
     try:
         (out / PICTURES).mkdir(parents=True, exist_ok=True)
         drawn = [picture for group in pictures.values() for picture in group]
         saved = [out / PICTURES / f"{picture.name}.png" for picture in drawn]
         for path, picture in zip(saved, drawn, strict=True):
             write_atomically(path, picture.png)
-        write_atomically(out / PAGE, page(runs, comparisons, pictures).encode())
+        write_atomically(out / PAGE, page(records, comparisons, pictures).encode())
     except OSError as error:
         raise UserError(f"Cannot write the report to {out} ({error.strerror}). Give another folder: --out.") from None
-    return Report(page=out / PAGE, pictures=tuple(saved), runs=tuple(runs), comparisons=tuple(comparisons))
+    return Report(page=out / PAGE, pictures=tuple(saved), runs=tuple(records), comparisons=tuple(comparisons))
 
 
 def _pictures(runs: Sequence[RunRecord], comparisons: Sequence[Comparison]) -> dict[tuple[str, str], list[Picture]]:

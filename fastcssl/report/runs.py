@@ -37,6 +37,8 @@ _STRATEGIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
+    """What `read_run` found in a run's folder."""
+
     folder: Path
     recipe: str
     method: str
@@ -97,7 +99,9 @@ def found_runs(folders: Sequence[Path]) -> list[Path]:
     return list(found.values())
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path | str) -> RunRecord:
+    """Settings, every logged step, epoch, task and probe, and all evaluations of a run, finished or not."""
+    folder = Path(folder)
     described = _described(folder)
     words = described["words"]
     try:
