@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -46,6 +46,17 @@ def jpeg_of(pixels: Pixels, **options: object) -> bytes:
 
 def decoded(jpeg: bytes) -> Pixels:
     return np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from more, and wait for them on a busy machine."""
+    import torch  # here, as preparing needs none of it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

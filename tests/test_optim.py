@@ -3,7 +3,7 @@
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +12,9 @@ from torch import Tensor, nn
 
 from fastcssl.optim import Lars, OptimConfig, build_optimizer, describe, lars_update_plain, set_lr
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = ((4, 3), (6,), (2, 3, 3, 3), (1,), (5, 1))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float64, shapes: Any = SHAPES) -> list[nn.Parameter]:
