@@ -114,9 +114,6 @@ class Manifest:
     tasks: list[TaskEntry]
     quarantine: list[QuarantineEntry]
 
-    def shards_of(self, format: str) -> list[ShardEntry]:
-        return [shard for shard in self.shards if shard.format == format]
-
     def files(self) -> list[FileEntry]:
         """Everything that must be there besides the manifest."""
         found = [self.samples, self.keys]

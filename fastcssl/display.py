@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fastcssl.runlog import EpochMeans, EpochReport, ProbeReport, StepReport, TaskReport
+from fastcssl.runlog import EpochReport, ProbeReport, StepReport, TaskReport
 
 _LINE_SECONDS = 30.0
 _REFRESHES_PER_SECOND = 4
@@ -50,6 +50,29 @@ class TaskPlan:
         return self.num_epochs * self.steps_per_epoch
 
 
+class _EpochMeans:
+    """Means of loss and terms over the steps of the epoch that was reported last."""
+
+    def __init__(self) -> None:
+        self._epoch: tuple[int, int] | None = None
+        self._sums: dict[str, float] = {}
+        self._num_steps = 0
+
+    def add(self, report: StepReport) -> None:
+        if self._epoch != (report.task, report.epoch):
+            self._epoch, self._sums, self._num_steps = (report.task, report.epoch), {"": 0.0}, 0
+        self._num_steps += 1
+        for name, value in (("", report.loss), *report.terms.items()):
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    @property
+    def loss(self) -> float:
+        return self.term("")
+
+    def term(self, name: str) -> float:
+        return self._sums.get(name, math.nan) / max(self._num_steps, 1)
+
+
 class Display:
     """Shows the reports of a run. Its methods cost microseconds; a thread draws the panel four times a second.
 
@@ -73,7 +96,7 @@ class Display:
         self._done = step
         self._task = 0
         self._report: StepReport | None = None
-        self._means = EpochMeans()
+        self._means = _EpochMeans()
         self._probes: list[ProbeReport] = []
         self._pace: deque[tuple[float, int]] = deque(maxlen=_WINDOW_SECONDS)
         self._last_line = -math.inf

@@ -26,8 +26,6 @@ from fastcssl.checkpoint import (
     latest,
     load,
     refuse_changed,
-    rng_state,
-    set_rng_state,
 )
 from fastcssl.config import Resume, plain
 from fastcssl.display import Display, RunHeader, TaskPlan
@@ -190,9 +188,7 @@ class Session:
             run.strategy.end_task(task, run.method)
         ranks = self.state["rng"]
         if self._world.rank < len(ranks):
-            generators = rng_state()
-            generators["torch"] = ranks[self._world.rank]
-            set_rng_state(generators)
+            torch.set_rng_state(ranks[self._world.rank])
 
     # ---- During a task -----------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from conftest import backend
 from PIL import Image
 
 from dataprep.writers import beton
-from dataprep.writers.ffcv_process import BetonError, BetonFile, JpegRecord, read_beton, write_beton
+from dataprep.writers.beton import BetonError, BetonFile, JpegRecord
+from dataprep.writers.ffcv_process import write_beton
 
 ffcv = backend("ffcv")
 
@@ -34,7 +35,8 @@ WIDTH, HEIGHT, COUNT = 48, 40, 203
 CASES = """
 import os, resource, signal, sys, time
 from pathlib import Path
-from dataprep.writers.ffcv_process import BetonError, JpegRecord, write_beton
+from dataprep.writers.beton import BetonError, JpegRecord
+from dataprep.writers.ffcv_process import write_beton
 
 class Records:
     def __init__(self, notes, trouble):
@@ -253,7 +255,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_workers_keep_bytes_and_order(even: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert list(read_beton(even)) == [record_of(index) for index in range(COUNT)]
+    assert list(BetonFile(even)) == [record_of(index) for index in range(COUNT)]
     assert BetonFile(even).page_size == 8 << 20
     assert capfd.readouterr().err == ""
 
@@ -263,7 +265,7 @@ def test_one_worker_mixed_sizes_and_a_large_record(tmp_path: Path, capfd: pytest
     records[7] = record_of(7, jpeg=jpeg_of(7) + bytes(9 << 20), label=-1, domain=-(1 << 63), id=(1 << 63) - 1)
     path = tmp_path / "mixed.beton"
     write_beton(path, records, num_workers=1, largest_bytes=max(len(record.jpeg) for record in records))
-    assert list(read_beton(path)) == records
+    assert list(BetonFile(path)) == records
     assert BetonFile(path).page_size == 16 << 20
     assert capfd.readouterr() == ("", "")  # FFCV's progress bar stays away
 
@@ -326,13 +328,13 @@ def test_truncated_file_is_refused(even: Path, tmp_path: Path, size: int) -> Non
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BetonError, match="cannot be read"):
-        read_beton(tmp_path / "missing.beton")
+        BetonFile(tmp_path / "missing.beton")
     with pytest.raises(BetonError):
-        read_beton(tmp_path)
+        BetonFile(tmp_path)
     path = tmp_path / "photo.beton"
     path.write_bytes(jpeg_of(1))
     with pytest.raises(BetonError, match="not an FFCV version 2 file"):
-        read_beton(path)
+        BetonFile(path)
 
 
 def header(**values: int) -> tuple[int, bytes]:
@@ -378,7 +380,7 @@ def test_damaged_file_is_refused(even: Path, place: tuple[int, bytes], words: st
     path = tmp_path / "damaged.beton"
     path.write_bytes(data)
     with pytest.raises(BetonError, match=words):
-        list(read_beton(path))
+        list(BetonFile(path))
 
 
 def test_random_damage_never_crashes(even: Path, tmp_path: Path) -> None:
@@ -395,7 +397,7 @@ def test_random_damage_never_crashes(even: Path, tmp_path: Path) -> None:
             file.seek(at)
             file.write(bytes([before[0] ^ 1 << chance.randrange(8)]))
             try:
-                for record in read_beton(path):
+                for record in BetonFile(path):
                     assert 0 < len(record.jpeg) <= 8 << 20
             except BetonError:
                 pass

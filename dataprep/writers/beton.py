@@ -192,8 +192,3 @@ class BetonFile:
             f"{self.path} is an FFCV file with other fields than {', '.join(FIELDS)}. "
             "Give the path of a .beton file written by this project."
         )
-
-
-def read_beton(path: Path) -> Iterator[JpegRecord]:
-    """Every record of a finished .beton file in sample order; the file's structure is checked first."""
-    return iter(BetonFile(path))
