@@ -30,8 +30,8 @@ _GROUP_KEYS = ("params", "name", "lr_scale", "weight_decay")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
     name: OptimizerName = "lars"
-    lr: float = 0.6  # for a global batch of 256; schedule.lr_peak scales it
-    weight_decay: float = 1e-4
+    lr: float = 0.6  # for a global batch of 256, and in proportion for others
+    weight_decay: float = 1e-4  # of all tensors but those excluded
     momentum: float = 0.9  # of lars and sgd
     betas: tuple[float, float] = (0.9, 0.999)  # of adamw
     eta: float = 0.02  # of lars
@@ -39,9 +39,9 @@ class OptimConfig:
     exclude_bias_and_norm: bool = True  # 1-D tensors get neither LARS's scaling nor weight decay
     implementation: Implementation = "foreach"  # apex: its FusedSGD, for sgd
     schedule: Schedule = "warmup-cosine"
-    warmup_epochs: int = 10
+    warmup_epochs: int = 10  # of each task
     warmup_start_lr: float = 0.003  # not scaled with the batch, nor is min_lr
-    min_lr: float = 0.0
+    min_lr: float = 0.0  # at the end of a task
     schedule_unit: ScheduleUnit = "epoch"  # step: the same curve, followed within epochs too
 
     def __post_init__(self) -> None:

@@ -102,7 +102,7 @@ class MethodConfig:
     """What every method has."""
 
     hidden: int = 2048  # width of the projector's hidden layer
-    dim: int = 128  # D
+    dim: int = 128  # width of the embedding
 
     def __post_init__(self) -> None:
         for key in ("hidden", "dim"):
@@ -113,9 +113,9 @@ class MethodConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BankConfig:
     size: int = 65536  # rows; the "queue size" of the papers
-    at_task_start: AtTaskStart = "keep"
-    initial: Initial = "empty"  # or full of random directions, as in the references
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # what keys are rounded to; half of the memory
+    at_task_start: AtTaskStart = "keep"  # prefill: with embeddings of the new task's images
+    initial: Initial = "empty"  # random: full of random directions, as in the references
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of the keys; the shorter take half the memory
 
     def __post_init__(self) -> None:
         if self.size < 1:

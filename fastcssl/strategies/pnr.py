@@ -34,14 +34,14 @@ Form = Literal["code", "paper"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PnrConfig(StrategyConfig):
-    form: Form = "code"
-    pn1: bool = True  # frozen negatives in L1; contrastive methods only
-    pn2: bool = True  # current negatives in L2; for the others: repel at all
+    form: Form = "code"  # as released, or as the paper prints it
+    pn1: bool = True  # frozen negatives in the plasticity term; contrastive methods only
+    pn2: bool = True  # current negatives in the stability term; for the others: repel at all
     weight: float = 1.0  # of repel, for methods without negatives; lambda in the paper
     align_weight: float = 1.0  # of align, for methods without negatives
-    temperature: float = 0.2  # of L2
+    temperature: float = 0.2  # of the stability term
     exclude_same_label: bool = False  # from the negatives; supervised methods only
-    frozen: Frozen = "eval"
+    frozen: Frozen = "eval"  # batch: normalise by batch statistics
 
 
 class Pnr(Distilling):
