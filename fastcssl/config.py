@@ -63,6 +63,17 @@ class RunConfig:
     prefetch: int = 3  # batches under way
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
+    def __post_init__(self) -> None:
+        for key, least in (
+            ("keep_checkpoints", 1),
+            ("log_every", 1),
+            ("checkpoint_minutes", 0),
+            ("stop_after_task", 0),
+        ):
+            value = getattr(self, key)
+            if value is not None and not value >= least:
+                raise ValueError(f"{key} is {value}; give at least {least}.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:

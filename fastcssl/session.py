@@ -102,10 +102,13 @@ class Session:
     def _open(self, stack: ExitStack) -> None:
         config, run = self._config, self._run
         if self._leads:
-            if self._resume == "never":
-                set_aside(self.out)
-            self.out.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(self.out))
+            try:
+                if self._resume == "never":
+                    set_aside(self.out)
+                self.out.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.out))
+            except OSError as error:
+                raise UserError(f"Cannot write into {self.out} ({error.strerror}). Choose another --out.") from None
         self._world.barrier()
         warnings = self._find_state()
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.run.keep_checkpoints) if self._leads else None

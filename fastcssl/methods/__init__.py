@@ -108,6 +108,12 @@ class MethodConfig:
         for key in ("hidden", "dim"):
             if getattr(self, key) < 1:
                 raise ValueError(f"method.{key} is {getattr(self, key)}; give a width of at least 1.")
+        for key in ("temperature", "align_temperature"):  # of those that have them
+            if not 0 < getattr(self, key, 1.0) < math.inf:
+                raise ValueError(f"method.{key} is {getattr(self, key)}; give a number above 0.")
+        for key in ("ema_base", "ema_final"):
+            if not 0 <= getattr(self, key, 1.0) <= 1:
+                raise ValueError(f"method.{key} is {getattr(self, key)}; give a share from 0 to 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
