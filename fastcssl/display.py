@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dataprep.progress import OnTerminal
 from fastcssl.runlog import EpochReport, ProbeReport, StepReport, TaskReport
 
 _LINE_SECONDS = 30.0
@@ -73,7 +74,7 @@ class _EpochMeans:
         return self._sums.get(name, math.nan) / max(self._num_steps, 1)
 
 
-class Display:
+class Display(OnTerminal):
     """Shows the reports of a run. Its methods cost microseconds; a thread draws the panel four times a second.
 
     `step`: steps done before, when the run was resumed. `quiet`: shows nothing, for all ranks but 0.
@@ -106,18 +107,10 @@ class Display:
                 get_renderable=self.panel, console=self._console, refresh_per_second=_REFRESHES_PER_SECOND
             )
 
-    def __enter__(self) -> "Display":
-        if self._live:
-            self._live.start(refresh=True)
-        else:
+    def __enter__(self) -> Self:
+        if self._live is None:
             self._line(str(self._header))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
+        return super().__enter__()
 
     def task(self, number: int) -> None:
         """A task begins."""
