@@ -9,11 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
+
+if TYPE_CHECKING:
+    from fastcssl.data import Prepared
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -57,6 +61,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], "Prepared"]:
+    """From a loader's name to data that it reads."""
+    from loading import formats
+
+    return formats(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .beton file of images of one size, for tests that have FFCV."""
+    from betons import write_even
+
+    path = tmp_path_factory.mktemp("even") / "even.beton"
+    write_even(path)
+    return path
 
 
 @pytest.fixture
