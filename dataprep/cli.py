@@ -312,7 +312,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 def _check_order(command: Build | Split) -> None:
     if command.seed is not None and command.order is not None:
-        raise PrepError("--seed and --order exclude each other: the reference order has its own seeds.")
+        raise PrepError("--seed and --order exclude each other: the reference order has its own seeds. Leave one out.")
 
 
 if __name__ == "__main__":

@@ -290,7 +290,7 @@ def _footer(path: Path, *, verify: bool = False) -> _Footer:
                 digest.update(chunk)
                 left -= len(chunk)
     except OSError as error:
-        raise TornError(f"{path} cannot be read: {error.strerror}.") from error
+        raise TornError(f"{path} cannot be read ({error.strerror}).") from error
     if len(footer) < _FOOTER_BYTES or not footer.startswith(_MARK):
         raise TornError(f"{path} is not a whole checkpoint: its {num_bytes:,} bytes end without the closing mark.")
     _, version, step, length = _HEAD.unpack_from(footer)

@@ -79,5 +79,5 @@ def test_apex_would_pass_over_these() -> None:
         (nn.Parameter(torch.ones(2, 2)), "torch.float32 on cpu"),
         (nn.Parameter(torch.empty(2, 2, device="meta", dtype=torch.bfloat16)), "torch.bfloat16 on meta"),
     ):
-        with pytest.raises(RuntimeError, match=f"one is {seen}; Use --optim.implementation foreach"):
+        with pytest.raises(UserError, match=rf"one is {seen}\. Use --optim.implementation foreach"):
             build_optimizer([{"params": [param], "name": "net"}], APEX)

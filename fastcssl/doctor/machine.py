@@ -61,9 +61,7 @@ def memory() -> Finding:
         text += f", {limit_gb:.1f} GB allowed in this container"
     least = min(free_gb, limit_gb or free_gb)
     if least < 4:
-        return note(
-            "memory", text, "A ResNet-18 run with prefetching wants 4 GB: use --run.prefetch 1 or a smaller batch."
-        )
+        return note("memory", text, "A ResNet-18 run with prefetching wants 4 GB: use --prefetch 1 or a smaller batch.")
     return ok("memory", text)
 
 

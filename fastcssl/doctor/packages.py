@@ -29,7 +29,7 @@ OPTIONAL = (
     Optional("DALI", "nvidia-dali-cuda130", "nvidia.dali", "--loader dali", "pip install 'fastcssl[dali]'",
              is_native=True),
     Optional("timm", "timm", "timm", "encoders of timm", "pip install 'fastcssl[timm]'"),
-    Optional("TensorBoard", "tensorboard", "tensorboard", "--run.tensorboard", "pip install tensorboard"),
+    Optional("TensorBoard", "tensorboard", "tensorboard", "--tensorboard", "pip install tensorboard"),
 )  # fmt: skip
 
 

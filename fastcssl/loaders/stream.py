@@ -154,7 +154,9 @@ class Stream:
         """The epoch of that number then begins where the state was taken. Any number of ranks may take it up."""
         for key, value in (("num_samples", len(self._rows)), ("batch_size", self._config.batch_size)):
             if state[key] != value:
-                raise LoaderError(f"The saved position has {key} {state[key]}, this loader {value}. It cannot go on.")
+                raise LoaderError(
+                    f"The saved position has {key} {state[key]}, this loader {value}. Use the same data and batch size."
+                )
         self._resume = (state["epoch"], state["batch"])
 
     def epoch(self, number: int) -> Iterator[Batch]:

@@ -177,7 +177,7 @@ def _check_lines(path: Path) -> None:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}). Check its permissions.") from None
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         if not (line.startswith(b"{") and line.endswith(b"}")) or b"\0" in line:
             raise UserError(
