@@ -108,9 +108,11 @@ class Display(OnTerminal):
             )
 
     def __enter__(self) -> Self:
-        if self._live is None:
+        if self._live:
+            self._live.start(refresh=True)  # so that an error right away finds a panel to leave
+        else:
             self._line(str(self._header))
-        return super().__enter__()
+        return self
 
     def task(self, number: int) -> None:
         """A task begins."""
