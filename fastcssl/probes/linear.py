@@ -1,7 +1,7 @@
 """The paper's linear probe: a linear layer on a frozen encoder, trained by SGD on random crops and flips.
 
 100 epochs, the learning rate divided by ten at 60 % and 80 % of them, no weight decay. Momentum is 0.9 as in CaSSLe;
-PNR's released code has 0. The encoder is in eval mode.
+PNR's released code has 0. The encoder is in eval mode (docs/evaluation.md).
 
 All encoders and all settings train side by side. An encoder's features of a chunk of images are computed once; each
 batch size cuts the same stream of rows into its own batches, so that a classifier sees what it would see alone. The
@@ -126,7 +126,7 @@ class Training:
     """Everything that SGD changes, and where it stands. lanes[encoder][group]: one for each batch size."""
 
     def __init__(self, contenders: Sequence[Contender[LinearSettings]], bench: Bench) -> None:
-        self.contenders, self._bench = contenders, bench
+        self.contenders = contenders
         self.epoch = self.batch = 0
         self.heads: list[list[list[Head]]] = []  # [encoder][setting][group]
         self.lanes: list[list[list[_Lane]]] = []
