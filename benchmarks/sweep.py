@@ -21,6 +21,7 @@ from rich.table import Table
 from timing import environment, write_json_lines
 
 from fastcssl import methods, strategies
+from fastcssl.recipes import recipe
 
 RESULTS = Path(__file__).parent / "results" / "sweep.jsonl"
 SOURCE = "synthetic:classes=20,train=40,val=10"
@@ -114,7 +115,8 @@ def main() -> int:
     show(console, found)
     failed = sum(line["failure"] is not None for line in found)
     last = {"summary": {"num_combinations": len(found), "num_failed": failed}}
-    write_json_lines(args.json, [*found, {"environment": environment(("torch", "fastcssl"))}, last])
+    about = environment(("torch", "fastcssl"), seed=recipe("demo", *chosen[0]).config.seed)
+    write_json_lines(args.json, [*found, {"environment": about}, last])
     return 1 if failed else 0
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_CHANGES = ("status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)benchmarks/results")
+
 
 class Failed(Exception):
     """A contender could not be measured; the text says why."""
@@ -156,7 +158,9 @@ def peak_rss_mb() -> float:
 def environment(packages: Iterable[str], **more: Any) -> dict[str, Any]:
     """Where numbers come from: commit, versions, processor, how busy the machine was."""
     return {
-        "commit": _commit(),
+        "commit": _git("rev-parse", "HEAD"),
+        # Of files that git knows, but for what benchmarks write.
+        "is_modified": None if (changes := _git(*_CHANGES)) is None else bool(changes),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
         "cpu": _cpu_model(),
@@ -167,14 +171,13 @@ def environment(packages: Iterable[str], **more: Any) -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
+def _git(*words: str) -> str | None:
+    """What git says here; None where there is no repository."""
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:

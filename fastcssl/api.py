@@ -51,7 +51,7 @@ def train_run(
             start_from=start_from,
             world=world,
             device=device,
-            console=console,
+            console=console or Console(quiet=True),
         )
 
 

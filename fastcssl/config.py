@@ -59,7 +59,7 @@ class RunConfig:
     log_every: int = 10  # steps between two lines of metrics
     tensorboard: bool = False  # also write RUN/tensorboard
     wandb: str | None = None  # also log to this project of Weights & Biases
-    num_threads: int | None = None  # of the loader; None: one a core
+    num_threads: int | None = None  # of the loader; None: one a core, shared by the ranks of a machine
     prefetch: int = 3  # batches under way
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

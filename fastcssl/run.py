@@ -18,6 +18,7 @@ from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.errors import UserError
 from fastcssl.features import mode
+from fastcssl.loaders import usual_threads
 from fastcssl.loaders.stream import Loader, LoaderConfig, Stream
 from fastcssl.methods import Setting
 from fastcssl.nets import build_encoder
@@ -135,7 +136,7 @@ class Run:
             augment=self.config.augment,
             precision={torch.bfloat16: "bf16", torch.float16: "fp16", None: "fp32"}[self.amp_dtype],
             compile=self.config.compile,
-            num_threads=self.config.run.num_threads or len(os.sched_getaffinity(0)),
+            num_threads=self.config.run.num_threads or usual_threads(),
             num_cores=len(os.sched_getaffinity(0)),
             num_ranks=self.world.size,
         )

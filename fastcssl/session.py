@@ -272,7 +272,7 @@ class Session:
         listed = ", ".join(f"{name} {value:g}" for name, value in terms.items()) or "on another rank"
         return (
             f"The loss is not finite at step {number} ({listed}). The state is in {where}, to look into; the last "
-            "checkpoint is whole. Try a smaller --optim.lr, a longer warm-up, or --precision fp32."
+            "checkpoint is whole. Try a smaller --optim.lr, a longer warm-up, or --precision fp32, in another --out."
         )
 
     # ---- Probes and the end of a task --------------------------------------------------------------------------------

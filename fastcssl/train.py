@@ -86,7 +86,7 @@ def _train(run: Run, session: Session) -> Outcome:
             parity.begin_task()
         _follow(stages, run, stream, idle)
 
-        num_steps = config.epochs * len(stream)
+        num_steps, num_replaced = config.epochs * len(stream), 0
         peak = lr_peak(config.optim, config.batch_size)
         for epoch in range(at.epoch if inside else 0, config.epochs):
             first = at.batch if inside and epoch == at.epoch else 0
@@ -155,6 +155,7 @@ def _train(run: Run, session: Session) -> Outcome:
                     idle.pause()
                     began = time.perf_counter()
             _follow(stages, run, stream, idle)
+            num_replaced = _tell_replaced(run, session, step, stream, num_replaced)
             mean = session.across_ranks({name: value / len(stream) for name, value in sums.items()})
             session.report(
                 EpochReport(
@@ -204,6 +205,21 @@ def _follow(stages: StageTimes, run: Run, stream: Stream, idle: DeviceIdle) -> N
     stages.follow("loader", run.loader.stage_seconds())
     if run.device.type == "cuda":
         stages.follow("device", {"idle": idle.seconds, "transfer": 0.0, "augment": 0.0, **stream.device_seconds})
+
+
+def _tell_replaced(run: Run, session: Session, step: int, stream: Stream, told: int) -> int:
+    """After an epoch: the task's samples that could not be decoded, on all ranks; those met here by name."""
+    count = sum(int(number) for number in run.world.collect(torch.tensor([len(stream.quarantine)])))
+    if count > told:
+        samples = {str(sample): why for sample, why in stream.quarantine.items()}
+        session.log.event("replaced", step=step, count=count, samples=samples)
+        such_as = f", such as {next(iter(samples.values()))}" if samples else ""
+        session.display.note(
+            f"{count} stored {'images' if count > 1 else 'image'} could not be decoded, and others took their "
+            f"place{such_as}. Run fastcssl-prep verify {run.data.folder}.",
+            warning=True,
+        )
+    return count
 
 
 def _renew_banks(run: Run, task: Task) -> None:

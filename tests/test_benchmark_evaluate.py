@@ -2,13 +2,11 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from smokes import BENCHMARKS, smoke
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 KEYS = (
     "exact_side_by_side_vs_sequential",
     "exact_side_by_side_vs_bound",
@@ -19,17 +17,14 @@ KEYS = (
 
 def test_evaluate_benchmark(tmp_path: Path) -> None:
     numbers = tmp_path / "evaluate.jsonl"
-    command = [BENCHMARKS / "evaluate.py", "--smoke", "--device", "cpu", "--threads", "1", "--json", numbers]
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    *rows, accuracy, environment, last = map(json.loads, numbers.read_text().splitlines())
-    assert json.loads(done.stdout.splitlines()[-1]) == last
+    done = smoke("evaluate", "--smoke", "--device", "cpu", "--threads", 1, numbers=numbers, width=10_000)
+    *rows, accuracy = done.lines
+    assert json.loads(done.said.splitlines()[-1]) == {"summary": done.summary}
     for key in KEYS:
-        assert math.isfinite(last["summary"][key]), key
+        assert math.isfinite(done.summary[key]), key
     names = ["side by side", "one at a time", "loader alone", "compute alone", "cached"]
     assert [row["name"] for row in rows] == names and all(row["round_seconds"][0] > 0 for row in rows)
-    assert {"commit", "versions", "cpu", "cores", "seed", "encoder"} <= environment["environment"].keys()
+    assert done.environment["encoder"] == "resnet18-w8"
     assert len(accuracy["accuracy"]["exact_top1"]) == len(accuracy["accuracy"]["cached_top1"]) == 2
 
 

@@ -1,17 +1,14 @@
 """The kernel benchmark runs from a clean start, says what it promises, measures what it says. Speed is not tested."""
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from smokes import BENCHMARKS, smoke
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RATIOS = [
     f"vs_{peer}_n{rows}_d128_{threads}t"
     for threads in (1, 2)
@@ -26,20 +23,12 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernel_benchmark(tmp_path: Path) -> None:
-    numbers = tmp_path / "kernel.jsonl"
-    command = [str(BENCHMARKS / "kernel.py"), "--smoke", "--json", str(numbers)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 110
-
-    *rows, environment, details, last = map(json.loads, numbers.read_text().splitlines())
-    summary = last["summary"]
+    done = smoke("kernel", "--smoke", numbers=tmp_path / "kernel.jsonl")
+    (*rows, details), summary = done.lines, done.summary
     assert list(summary) == [*RATIOS, "memory_vs_eager_n256_d128", "max_error_vs_budget"]
     for key, value in summary.items():
         assert value is None if key.endswith("2t") else math.isfinite(value) and value > 0, key
     assert summary["max_error_vs_budget"] <= 1
-    assert {"commit", "versions", "cpu", "cores", "seed"} <= environment["environment"].keys()
     assert details["details"]["growth"]["ours"]["memory_mb_from_to"]
     by_part: dict[str, list[dict[str, Any]]] = {}
     for row in rows:

@@ -1,14 +1,11 @@
 """The quality and sweep benchmarks run from a clean start, go on where they stopped, and count what they say."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from smokes import BENCHMARKS, ORIGIN, read_lines, smoke
 
 
 @pytest.fixture
@@ -20,22 +17,16 @@ def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return found
 
 
-def _run(script: str, *args: object) -> str:
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_quality_goes_on_where_it_stopped(tmp_path: Path) -> None:
     numbers = tmp_path / "quality.jsonl"
     args = ("--study", "smoke", "--work", tmp_path / "work", "--json", numbers)
-    _run("quality.py", *args)
-    lines = [json.loads(line) for line in numbers.read_text().splitlines()]
+    smoke("quality", *args)
+    lines = read_lines(numbers)
     assert [(line["strategy"], line["seed"]) for line in lines] == [
         (strategy, seed) for seed in (5, 6) for strategy in ("joint", "pnr", "finetune")
     ]
     for line in lines:
+        assert line["environment"].keys() >= ORIGIN
         num_rows = 1 if line["strategy"] == "joint" else 5
         for probe in ("linear", "knn"):
             table = line[f"{probe}_t_i"]
@@ -44,8 +35,8 @@ def test_quality_goes_on_where_it_stopped(tmp_path: Path) -> None:
         if line["strategy"] == "finetune":  # it goes on from the other's first task
             assert line["knn_t_i"][0] == lines[1 if line["seed"] == 5 else 4]["knn_t_i"][0]
     numbers.write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
-    said = _run("quality.py", *args)
-    again = [json.loads(line) for line in numbers.read_text().splitlines()]
+    said = smoke("quality", *args).said
+    again = read_lines(numbers)
     assert again[:5] == lines[:5] and again[5]["knn_t_i"] == lines[5]["knn_t_i"]
     assert "finetune" in said and "±" in said
 
@@ -64,11 +55,9 @@ def test_measures_against_numbers_by_hand(quality: ModuleType) -> None:
 
 
 def test_sweep(tmp_path: Path) -> None:
-    numbers = tmp_path / "sweep.jsonl"
-    said = _run("sweep.py", "--only", "vicreg/lessforget", "--json", numbers)
-    line, environment, last = map(json.loads, numbers.read_text().splitlines())
+    done = smoke("sweep", "--only", "vicreg/lessforget", numbers=tmp_path / "sweep.jsonl")
+    (line,) = done.lines
     assert (line["method"], line["strategy"], line["failure"]) == ("vicreg", "lessforget", None)
     assert len(line["loss_by_task"]) == 2 and set(line["terms"]) > {"loss"}
-    assert {"commit", "versions", "cpu"} <= environment["environment"].keys()
-    assert last == {"summary": {"num_combinations": 1, "num_failed": 0}}
-    assert "1 of 1 combinations trained" in said
+    assert done.summary == {"num_combinations": 1, "num_failed": 0}
+    assert "1 of 1 combinations trained" in done.said

@@ -1,9 +1,7 @@
 """The training benchmark runs from a clean start and says what it promises. Speed itself is never tested here."""
 
 import importlib.util
-import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from small_runs import prepared
+from smokes import BENCHMARKS, smoke
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 OURS = ("data_wait_share", "step_vs_synthetic_batch")
 AGAINST_LIGHTLY = ("images_per_s_vs_lightly", "peak_memory_vs_lightly")
 
@@ -24,23 +22,15 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_train_benchmark(tmp_path: Path) -> None:
-    numbers, work = tmp_path / "train.jsonl", tmp_path / "work"
-    command = [BENCHMARKS / "train.py", "--smoke", "--device", "cpu", "--threads", "1"]
-    command += ["--json", numbers, "--work", work]
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 110
-
-    *rows, environment, last = map(json.loads, numbers.read_text().splitlines())
-    summary = last["summary"]
+    args = ("--smoke", "--device", "cpu", "--threads", 1, "--work", tmp_path / "work")
+    done = smoke("train", *args, numbers=tmp_path / "train.jsonl")
+    rows, summary = done.lines, done.summary
     for key in OURS:
         assert math.isfinite(summary[key]), key
     has_lightly = importlib.util.find_spec("lightly") is not None
     for key in AGAINST_LIGHTLY:
         assert math.isfinite(summary[key]) if has_lightly else summary[key] is None, key
-    assert ("lightly is not installed" in done.stdout) != has_lightly
-    assert {"commit", "versions", "cpu", "cores", "seed"} <= environment["environment"].keys()
+    assert ("lightly is not installed" in done.said) != has_lightly
     sides = {"ours": ["step", "held"], **({"lightly": ["step"]} if has_lightly else {})}
     assert [(row["side"], row["mode"]) for row in rows] == [(side, mode) for side in sides for mode in sides[side]]
     for row in rows:

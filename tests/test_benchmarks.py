@@ -1,27 +1,33 @@
 """Benchmarks run from a clean start, without data, and say what they promise. Speed itself is never tested here."""
 
 import importlib.util
-import json
 import math
-import subprocess
-import sys
+import re
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from smokes import BENCHMARKS, smoke
+
+
+def test_no_script_goes_untried() -> None:
+    """Whatever can be started is started by a test, in a process of its own."""
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert scripts - set(re.findall(r'\bsmoke\(\s*"(\w+)"', tests)) == set()
+    assert scripts >= {"bench", "evaluate", "kernel", "loader", "prep", "quality", "sweep", "train"}
+
+
+def test_cost_model_alone() -> None:
+    done = smoke("kernel_model")
+    assert "predicted, never measured" in done.said and "A100" in done.said
 
 
 def test_prep_benchmark(tmp_path: Path) -> None:
-    numbers, work = tmp_path / "prep.jsonl", tmp_path / "work"
+    work = tmp_path / "work"
     work.mkdir()
-    command = [BENCHMARKS / "prep.py", "--smoke", "--workers", "1", "--json", numbers, "--work", work]
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    args = ("--smoke", "--workers", 1, "--work", work)
+    done = smoke("prep", *args, numbers=tmp_path / "prep.jsonl", width=100)
     assert not list(work.iterdir())
-
-    *cases, environment, last = map(json.loads, numbers.read_text().splitlines())
-    summary = last["summary"]
+    cases, summary = done.lines, done.summary
     promised = ["tar_vs_pillow", "passthrough_mb_per_s", "passthrough_full_mb_per_s", "peak_rss_growth_mb"]
     if importlib.util.find_spec("ffcv"):
         promised.append("tar_vs_ffcv_writer")
@@ -29,7 +35,6 @@ def test_prep_benchmark(tmp_path: Path) -> None:
         assert summary["tar_vs_ffcv_writer"] is None
     for key in promised:
         assert math.isfinite(summary[key]), key
-    assert {"commit", "versions", "cpu", "cores", "seed"} <= environment["environment"].keys()
     for case in cases:
         assert case["failure"] is None
         assert case["images_per_s_median"] > 0

@@ -10,6 +10,7 @@ from small_runs import lines, prepared, run, tiny
 
 from fastcssl.bottleneck import NAMES, Machine, verdict
 from fastcssl.data import Prepared, Selection
+from fastcssl.loaders import usual_threads
 from fastcssl.loaders.stream import Loader, LoaderConfig
 from fastcssl.stages import LOADER, MAIN, StageTimes, total
 from fastcssl.views import policy
@@ -121,3 +122,12 @@ def test_a_real_run_says_what_bounded_it(tmp_path: Path, capsys: pytest.CaptureF
     assert " ".join(found.sentence.split()) in " ".join(capsys.readouterr().out.split())
     epochs = lines(out, "epoch")
     assert epochs[1]["stages"]["main"]["model"] > epochs[0]["stages"]["main"]["model"]
+
+
+def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    found = []
+    for ranks in ("1", "8", "100"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        found.append(usual_threads())
+    assert found == [64, 8, 1]

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -258,6 +259,22 @@ def test_a_full_disk_spoils_neither_the_run_nor_the_last_checkpoint(
     outcome = run(tiny(run={"checkpoint_minutes": 0.0}), two_tasks, tmp_path / "run", console=console)
     assert outcome.status == "finished"
     assert "No space left on device" in text.getvalue() and "step-00000002.pt is still whole" in text.getvalue()
+
+
+def test_a_corrupt_image_is_replaced_and_told_once(tmp_path: Path) -> None:
+    data = prepared(tmp_path / "data", source="classes=20,train=4,val=2,size=mixed")
+    table = np.load(data / "samples.npy", allow_pickle=False)
+    sample = table[~table["is_val"]][0]
+    shard = data / json.loads((data / "manifest.json").read_text())["shards"][int(sample["tar_shard"])]["path"]
+    with shard.open("r+b") as file:
+        file.seek(int(sample["tar_place"]))
+        file.write(bytes(64))
+    console, text = _console()
+    assert run(tiny("simclr", "finetune"), data, tmp_path / "run", console=console).status == "finished"
+    told = " ".join(text.getvalue().split())
+    assert told.count("1 stored image could not be decoded") == 1 and f"such as sample {sample['id']} in" in told
+    (event,) = [line for line in lines(tmp_path / "run", "event") if line["what"] == "replaced"]
+    assert event["count"] == 1 and list(event["samples"]) == [str(sample["id"])]
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path, two_tasks: Path) -> None:

@@ -81,7 +81,9 @@ class Options:
         Literal["auto", "bf16", "fp16", "fp32"], Flag("or bf16, fp16, fp32: of the encoders", group=_PROCESS)
     ] = "auto"
     loader: Annotated[str, Flag("or native, resident, ffcv, dali, torchvision", group=_PROCESS)] = "auto"
-    num_threads: Annotated[int | None, Flag("of the loader; by default one a core", "N", _PROCESS)] = None
+    num_threads: Annotated[
+        int | None, Flag("of the loader; by default one a core, shared by a machine's ranks", "N", _PROCESS)
+    ] = None
     checkpoint_minutes: Annotated[float, Flag("between two saves of a long probe", group=_PROCESS)] = 5.0
 
 

@@ -6,6 +6,7 @@ resuming, the replacement of corrupt samples (`stream.py`, `plan.py`), and the p
 """
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -96,6 +97,11 @@ INSTALL = {
     "dali": 'pip install "fastcssl[dali]"',
     "ffcv": 'apt install libopencv-dev libturbojpeg0-dev pkg-config; pip install "fastcssl[ffcv]"',
 }
+
+
+def usual_threads() -> int:
+    """One a core that this process may use; torchrun's processes on one machine share them."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def backends() -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """What training iterates over: a loader for the whole run, a stream for each selection, batches for each epoch."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +15,7 @@ import torch
 from fastcssl.augment import photometric
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
-from fastcssl.loaders import Backend, BackendConfig, Crops, LoaderError, LocalBatch, choose
+from fastcssl.loaders import Backend, BackendConfig, Crops, LoaderError, LocalBatch, choose, usual_threads
 from fastcssl.loaders.plan import EpochPlan, Last, local_size
 from fastcssl.views import Policy
 
@@ -47,7 +46,7 @@ class LoaderConfig:
     loader: str = "auto"
     augment: Augment = "fused"
     last: Last = "drop"
-    num_threads: int | None = None  # None: one a core
+    num_threads: int | None = None  # None: one a core, shared by the ranks of a machine
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     max_corrupt: float = 0.001  # share of a selection that may fail to decode, at least one sample
@@ -73,7 +72,7 @@ class Loader:
             BackendConfig(
                 policy=config.policy,
                 local_batch_size=local_batch_size,
-                num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+                num_threads=config.num_threads or usual_threads(),
                 device=self.device,
                 dtype=config.dtype,
                 augment=config.augment,

