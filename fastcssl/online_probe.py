@@ -1,9 +1,9 @@
 """How good the encoder is while it still trains.
 
 The clean probe only looks: features in eval mode, then k-NN and a linear classifier on what was cached, so neither a
-weight, a BatchNorm statistic, nor a random number of the training changes. The parity probe is the references' one, for
-the sake of comparison only: it streams labelled images of all tasks, those to come included, through the encoder in
-train mode, and BatchNorm's running statistics absorb them.
+weight, a BatchNorm statistic, nor a random number of the training changes. The parity probe is the references'
+one, for the sake of comparison only: it streams labelled images of all tasks, those to come included, through the
+encoder in train mode, and BatchNorm's running statistics absorb them.
 """
 
 import time

@@ -48,7 +48,7 @@ def found(text: str, settings: str = "matched") -> tuple[dict[str, Any], dict[st
     return dict(flat(made.config)), dict(made.sources)
 
 
-# ---- The papers and scripts, as the tables have them: CIFAR-100, ImageNet-100, DomainNet -----------------------------
+# ---- What the paper's tables and the scripts have: CIFAR-100, ImageNet-100, DomainNet --------------------------------
 
 PAPER_LR = {"moco": (0.6, 0.6, 0.6), "simclr": (0.6, 0.6, 0.6), "barlow": (0.3, 0.4, 0.4), "byol": (1.0, 0.6, 0.6)}
 PNR_LR = {

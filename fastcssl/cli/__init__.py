@@ -1,1 +1,1 @@
-"""The commands, one file each: fastcssl-train, -eval, -report, -doctor."""
+"""The commands, one file a verb."""

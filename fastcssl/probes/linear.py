@@ -1,7 +1,7 @@
 """The paper's linear probe: a linear layer on a frozen encoder, trained by SGD on random crops and flips.
 
 100 epochs, the learning rate divided by ten at 60 % and 80 % of them, no weight decay. Momentum is 0.9 as in CaSSLe;
-PNR's released code has 0. The encoder is in eval mode (docs/evaluation.md).
+PNR's released code has 0. The encoder is in eval mode.
 
 All encoders and all settings train side by side. An encoder's features of a chunk of images are computed once; each
 batch size cuts the same stream of rows into its own batches, so that a classifier sees what it would see alone. The
