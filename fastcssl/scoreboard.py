@@ -84,6 +84,7 @@ class Scoreboard(OnTerminal, Progress):
 def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
     """A table for each result; of a grid of settings one row each."""
     parts: list[RenderableType] = []
+    missing: dict[str, None] = {}  # what metrics lack, each sentence once
     grids: dict[tuple[str, str, str], list[Evaluated]] = {}
     for outcome in outcomes:
         made = outcome.evaluation
@@ -102,9 +103,8 @@ def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
             if outcome.was_there:
                 facts.append(("", "evaluated before; --again repeats it", "dim"))
             parts += [Padding(fact_grid(facts, fold=True), (0, 0, 1, 1), expand=False)]
-        for sentence in found[0].evaluation.metrics.missing:
-            parts.append(Text(sentence, "yellow"))
-    return Group(*parts)
+        missing |= dict.fromkeys(found[0].evaluation.metrics.missing)
+    return Group(*parts, *(Text(sentence, "yellow") for sentence in missing))
 
 
 def matrix(made: Evaluation) -> RenderableType:
