@@ -214,6 +214,8 @@ def small(words: Sequence[str]) -> list[str]:
     if found.config.encoder.name.startswith(("torchvision:", "timm:", "vit")):  # it may be what the command shows
         flags = {key: value for key, value in flags.items() if key != "encoder.name"}
         flags["views.size-px"] = "32"
+    if "--seeds" in words:
+        flags["seeds"] = "5,6"
     return [*words, *(word for key, value in flags.items() for word in (f"--{key}", value))]
 
 
