@@ -6,8 +6,8 @@
 
 Names say what a file is. `NAME-quick.jsonl` is the last `make bench`, and `NAME-quick.png` its picture: these are
 written over each time. `NAME.jsonl` and `NAME-PART.jsonl` are full runs, made by hand with `python benchmarks/NAME.py
---json`; nothing here ever writes them, and only `--charts-only` draws them. A benchmark that fails leaves its file as
-it was, and the rest goes on; the exit status is then 1. An aim that is missed is shown as missed, and is no failure.
+--json`; nothing here ever writes them, and only `--charts-only` draws them. A benchmark that fails leaves its file
+as it was, and the rest goes on; the exit status is then 1. An aim that is missed is shown so, and is no failure.
 """
 
 import contextlib
@@ -197,6 +197,7 @@ def main() -> int:
             tell(console, paths)
             _draw(console, paths)
             return 0
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as an interrupt: what runs is ended first
         try:
             return measure(console, options, scripts, out)
         except KeyboardInterrupt:

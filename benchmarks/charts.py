@@ -119,20 +119,24 @@ def throughput(results: Results) -> Picture | None:
     shared = next((found for found in ceilings.values() if found), {})  # decoding is the same work in both
     rows = {section: sorted(found.items(), key=lambda row: -max(row[1].values())) for section, found in rates.items()}
 
+    everything = [shared, *(each for found in rates.values() for each in found.values())]
+    top = 1.06 * max(rate for each in everything for rate in each.values())
+
     def make() -> Figure:
         heights = [len(found) + 0.4 for found in rows.values()]
         figure = Figure(figsize=(WIDTH, 1.5 + 0.32 * sum(heights) + 0.3 * len(rows)), layout="constrained")
         panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for axes, section in zip(panels, rows, strict=True):
             _bars(axes, rows[section])
-            _ceilings(axes, ceilings[section] or shared, labelled=axes is panels[0])
+            shown = {threads for _, found in rows[section] for threads in found}
+            limits = {threads: rate for threads, rate in (ceilings[section] or shared).items() if threads in shown}
+            _ceilings(axes, limits, labelled=axes is panels[0], top=top)
             axes.set_title(
                 SECTIONS[section], loc="left", fontsize=MEDIUM, color=INK, pad=22 if axes is panels[0] else 8
             )
         panels[-1].set_xlabel("source images a second, two 224-px views of each (median of the rounds)")
         panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        everything = [shared, *(each for found in rates.values() for each in found.values())]
-        panels[-1].set_xlim(0, 1.06 * max(rate for each in everything for rate in each.values()))
+        panels[-1].set_xlim(0, top)
         images = results.environment.get("images", "")
         about = IMAGES.get(images, images)
         _frame(figure, "Images a second, by back end and threads", results, f"{about}, short side 256 px, warm cache")
@@ -152,7 +156,7 @@ def _bars(axes: Axes, rows: Sequence[tuple[str, dict[int, float]]]) -> None:
             y = place + (order - (len(rates) - 1) / 2) * thick
             axes.barh(y, rate, height=0.92 * thick, color=colors[threads > 1], linewidth=0)
             label = f"{rate:,.0f}"
-            if place == 0 and len(rates) > 1:
+            if place == 0:
                 label += f"  {_threads(threads)}"
             axes.annotate(label, (rate, y), (4, 0), textcoords="offset points", va="center", fontsize=SMALL,
                           color=INK, bbox=BLANK)  # fmt: skip
@@ -168,11 +172,13 @@ def _threads(number: int) -> str:
     return "1 thread" if number == 1 else f"{number} threads"
 
 
-def _ceilings(axes: Axes, rates: dict[int, float], *, labelled: bool) -> None:
+def _ceilings(axes: Axes, rates: dict[int, float], *, labelled: bool, top: float) -> None:
+    are_close = max(rates.values(), default=0) - min(rates.values(), default=0) < 0.22 * top and len(rates) > 1
     for threads, rate in sorted(rates.items()):
+        align = "right" if are_close and rate == min(rates.values()) else "center"
         axes.axvline(rate, color=ORANGE, linewidth=1.5, linestyle=(0, (4, 2)) if threads == 1 else "-", zorder=1)
         if labelled:
-            axes.annotate(f"decoding alone,\n{_threads(threads)}: {rate:,.0f}", (rate, 1), (0, 3), ha="center",
+            axes.annotate(f"decoding alone,\n{_threads(threads)}: {rate:,.0f}", (rate, 1), (0, 3), ha=align,
                           xycoords=("data", "axes fraction"), textcoords="offset points", va="bottom",
                           fontsize=SMALL, color=ORANGE, linespacing=1.1)  # fmt: skip
 

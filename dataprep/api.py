@@ -124,7 +124,7 @@ def draw_sheet(where: Path | str, png: Path | str, *, views: str | None = None) 
 
 def _check_numbers(quality: int, shard_mb: int, max_corrupt: float, limit_per_class: int | None) -> None:
     if not 1 <= quality <= 100:
-        raise PrepError(f"--quality {quality} is outside 1 to 100.")
+        raise PrepError(f"--quality {quality} is outside 1 to 100. Use 90, or another number of these.")
     if shard_mb < 1:
         raise PrepError(f"--shard-mb {shard_mb} is too small. Use at least 1.")
     if not 0 <= max_corrupt <= 1:

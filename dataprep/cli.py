@@ -6,110 +6,102 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from dataprep import help
 from dataprep.api import build_data, draw_sheet, split_data, verify_data
 from dataprep.build import BuildJob, BuildResult
 from dataprep.contents import description, task_table
 from dataprep.errors import Interrupted, PrepError
+from dataprep.help import Flag
 from dataprep.manifest import ManifestError, load_manifest, manifest_path
 from dataprep.progress import human_bytes
 from dataprep.scenario import Kind
 from dataprep.table import load_table
 
+PROG = "fastcssl-prep"
 _MAX_LISTED = 5
+_WHICH, _HOW = "which images", "how they are stored"
 
 
-def _arg(text: str, metavar: str | None = None, *, optional: bool = False) -> Any:
-    """`optional`: the text says what happens without it."""
-    return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="" if optional else None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tasks:
-    """What build and split both ask: how samples become tasks."""
-
-    scenario: Annotated[Kind, _arg("How the samples become tasks.")]
-    tasks: Annotated[int | None, _arg("Number of tasks. Not needed for domain and joint.", "T", optional=True)] = None
-    seed: Annotated[
-        int | None, _arg("Draw the order from this seed instead of the reference order.", "S", optional=True)
-    ] = None
-    order: Annotated[
-        Literal["reference"] | None,
-        _arg("CaSSLe's class, data and domain order. This is the default.", "reference", optional=True),
-    ] = None
+_Scenario = Annotated[Kind, Flag("how samples become tasks: class, data, domain or joint", "KIND")]
+_Tasks = Annotated[int | None, Flag("how many; domain and joint know it themselves", "T")]
+_Seed = Annotated[int | None, Flag("draw the order from it, in place of CaSSLe's", "S")]
+_Order = Annotated[Literal["reference"] | None, Flag("CaSSLe's, as without --seed", "reference")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build(Tasks):
-    """Write a data set as task-split shards. Run the same command again to go on after an interruption."""
+class Build:
+    """Writes a data set as task-split shards. The same command goes on after an interruption."""
 
     source: Annotated[
-        tyro.conf.Positional[str],
-        _arg(
-            "imagenet:ROOT, imagenet100:ROOT, domainnet:ROOT, cifar10:ROOT, cifar100:ROOT, stl10:ROOT, folder:ROOT, "
-            "or synthetic[:size=32..256|mixed,classes=20|30|60|100,train=N,val=N,seed=S,format=pixels|jpeg].",
+        str,
+        tyro.conf.Positional,
+        Flag(
+            "imagenet:ROOT, imagenet100:ROOT, domainnet:ROOT, cifar10:ROOT, cifar100:ROOT, stl10:ROOT; folder:ROOT for "
+            "any images; or synthetic, drawn here, with settings such as synthetic:size=64,train=40 (size 32 to 256 or "
+            "mixed; classes 20, 30, 60 or 100; train, val, seed; format pixels or jpeg)",
             "SOURCE",
         ),
     ]
-    out: Annotated[Path, _arg("The folder to write, empty or begun by the same command.")]
+    out: Annotated[Path, Flag("the folder to write, empty or begun by the same command", "DIR")]
+    scenario: _Scenario
+    tasks: _Tasks = None
+    seed: _Seed = None
+    order: _Order = None
+    classes: Annotated[Path | None, Flag("a text file of the class folders to use, one a line", "FILE", _WHICH)] = None
+    domains: Annotated[str | None, Flag("some of the domains, with commas", "LIST", _WHICH)] = None
+    limit_per_class: Annotated[int | None, Flag("at most so many, for each split and domain", "N", _WHICH)] = None
     formats: Annotated[
         str | None,
-        _arg(
-            "tar, ffcv, array, or several with commas. Default: array for one small size, else tar.",
-            "LIST",
-            optional=True,
-        ),
+        Flag("tar, ffcv, array, several with commas; by default array for one small size, else tar", "LIST", _HOW),
     ] = None
-    resize: Annotated[str, _arg("short:256, max:500 (both only shrink), square:96, or none.")] = "short:256"
-    quality: Annotated[int, _arg("JPEG quality of what is re-encoded. JPEGs that need no resize stay untouched.")] = 90
-    shard_mb: Annotated[int, _arg("Size of a shard.")] = 256
-    workers: Annotated[int | None, _arg("Native threads. Default: one a core.", "N", optional=True)] = None
-    limit_per_class: Annotated[
-        int | None, _arg("At most so many images of a class, for each split and domain.", "N", optional=True)
-    ] = None
+    resize: Annotated[str, Flag("or max:500 (both only shrink), square:96, none", group=_HOW)] = "short:256"
+    quality: Annotated[int, Flag("of JPEGs made anew; those that need no resize stay as they are", group=_HOW)] = 90
+    shard_mb: Annotated[int, Flag("megabytes of a shard", group=_HOW)] = 256
     check: Annotated[
-        Literal["full", "header"], _arg("Decode every image in full, or trust the headers of what is not resized.")
+        Literal["full", "header"],
+        Flag("decodes every image; header trusts those that are not resized", group=_HOW),
     ] = "full"
-    max_corrupt: Annotated[float, _arg("Share of images that may be corrupt (at least one) before it stops.")] = 0.001
-    classes: Annotated[Path | None, _arg("A text file of class folders to use, one a line.", "FILE", optional=True)] = (
-        None
+    max_corrupt: Annotated[float, Flag("share of images that may be (one at least) before it stops", group=_HOW)] = (
+        0.001
     )
-    domains: Annotated[str | None, _arg("Some of the domains, with commas.", "LIST", optional=True)] = None
+    workers: Annotated[int | None, Flag("threads; by default one a core", "N", _HOW)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split(Tasks):
-    """Write another manifest over the same shards, in seconds: other scenario, number of tasks or order."""
+class Split:
+    """Writes another manifest over the same shards, in seconds: other scenario, number of tasks or order."""
 
-    dir: Annotated[tyro.conf.Positional[Path], _arg("A prepared folder.", "DIR")]
-    name: Annotated[str, _arg("The new manifest is DIR/NAME.json.")]
+    dir: Annotated[Path, tyro.conf.Positional, Flag("a prepared folder", "DIR")]
+    name: Annotated[str, Flag("the new manifest is DIR/NAME.json", "NAME")]
+    scenario: _Scenario
+    tasks: _Tasks = None
+    seed: _Seed = None
+    order: _Order = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Check every checksum, count and image. Status 0: all whole; 1: something is not."""
+    """Checks every checksum, count and image. Status 0: all is whole; 1: something is not."""
 
-    dir: Annotated[tyro.conf.Positional[Path], _arg("A prepared folder, or one of its manifests.", "DIR")]
-    quick: Annotated[bool, _arg("Sizes and counts only.")] = False
-    workers: Annotated[int | None, _arg("Native threads. Default: one a core.", "N", optional=True)] = None
+    dir: Annotated[Path, tyro.conf.Positional, Flag("a prepared folder, or one of its manifests", "DIR")]
+    quick: Annotated[bool, Flag("sizes and counts alone")] = False
+    workers: Annotated[int | None, Flag("threads; by default one a core", "N")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Show what a prepared folder holds."""
+    """Shows what a prepared folder holds."""
 
-    dir: Annotated[tyro.conf.Positional[Path], _arg("A prepared folder, or one of its manifests.", "DIR")]
-    sheet: Annotated[Path | None, _arg("Draw a contact sheet (PNG), one row a task.", "PNG", optional=True)] = None
+    dir: Annotated[Path, tyro.conf.Positional, Flag("a prepared folder, or one of its manifests", "DIR")]
+    sheet: Annotated[Path | None, Flag("draw its images, a row a task", "PNG")] = None
     views: Annotated[
-        str | None,
-        _arg(
-            "Draw on the sheet images beside their augmented views, such as pnr-moco-imagenet.", "POLICY", optional=True
-        ),
+        str | None, Flag("draw images beside their augmented views, such as pnr-moco-imagenet", "POLICY")
     ] = None
 
 
@@ -121,14 +113,43 @@ Command = (
 )
 
 
+_PAGES = {
+    "": help.menu(
+        f"{PROG} VERB ...; {PROG} VERB --help shows its flags",
+        "Images on disk become task-split, checksummed shards.",
+        {"build": Build, "split": Split, "verify": Verify, "inspect": Inspect},
+    ),
+    "build": help.page(
+        Build,
+        f"{PROG} build SOURCE --out DIR --scenario KIND [FLAGS]",
+        [
+            f"{PROG} build synthetic --scenario class --tasks 3 --out data",
+            f"{PROG} build imagenet100:/data/imagenet --scenario class --tasks 5 --out /data/in100",
+            f"{PROG} build folder:/data/birds --scenario joint --formats tar,ffcv --out /data/birds-joint",
+        ],
+    ),
+    "split": help.page(
+        Split,
+        f"{PROG} split DIR --name NAME --scenario KIND [FLAGS]",
+        [f"{PROG} split /data/in100 --scenario data --tasks 10 --name data10"],
+    ),
+    "verify": help.page(Verify, f"{PROG} verify DIR [--quick] [--workers N]"),
+    "inspect": help.page(
+        Inspect,
+        f"{PROG} inspect DIR [--sheet PNG] [--views POLICY]",
+        [f"{PROG} inspect /data/in100 --sheet views.png --views pnr-moco-imagenet"],
+    ),
+}
+
+
 def main(args: list[str] | None = None) -> int:
     console, errors = Console(soft_wrap=not sys.stdout.isatty()), Console(stderr=True, soft_wrap=True)
+    args = sys.argv[1:] if args is None else args
+    if help.is_asked(args):
+        Console().print(_PAGES[next((arg for arg in args if arg in _PAGES), "")])
+        return 0
     command: Build | Split | Verify | Inspect = tyro.cli(
-        Command,
-        prog="fastcssl-prep",
-        description="Images on disk become task-split, checksummed shards.",
-        args=args,
-        config=(tyro.conf.FlagCreatePairsOff,),
+        Command, prog=PROG, args=args, config=(tyro.conf.FlagCreatePairsOff,)
     )
     try:
         if isinstance(command, Build):
@@ -289,9 +310,9 @@ def _listed(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
 
 
-def _check_order(command: Tasks) -> None:
+def _check_order(command: Build | Split) -> None:
     if command.seed is not None and command.order is not None:
-        raise PrepError("--seed and --order exclude each other: the reference order has its own seeds.")
+        raise PrepError("--seed and --order exclude each other: the reference order has its own seeds. Leave one out.")
 
 
 if __name__ == "__main__":

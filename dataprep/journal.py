@@ -45,10 +45,6 @@ class SealedPart:
     files: list[SealedFile]
     quarantine: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        return part_name(self.task, self.split, self.part)
-
 
 def part_name(task: int, split: SplitName, part: int) -> str:
     return f"task-{task:02d}/{split}" + (f"-{part:05d}" if part >= 0 else "")

@@ -114,9 +114,6 @@ class Manifest:
     tasks: list[TaskEntry]
     quarantine: list[QuarantineEntry]
 
-    def shards_of(self, format: str) -> list[ShardEntry]:
-        return [shard for shard in self.shards if shard.format == format]
-
     def files(self) -> list[FileEntry]:
         """Everything that must be there besides the manifest."""
         found = [self.samples, self.keys]
@@ -156,7 +153,7 @@ def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ManifestError(f"{path} cannot be read: {error.strerror}.") from None
+        raise ManifestError(f"{path} cannot be read ({error.strerror}). Check its permissions.") from None
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{path} is not valid JSON ({error}). Restore it or run fastcssl-prep again.") from None
     version = content.get("schema") if isinstance(content, dict) else None
@@ -165,8 +162,11 @@ def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
             f"{path} has schema version {version!r}; this version of fastcssl reads {SCHEMA_VERSION}. "
             "Prepare the data again, or use the version that wrote it."
         )
-    manifest: Manifest = typed(Manifest, content, str(path))
-    _check(manifest, path)
+    try:
+        manifest: Manifest = typed(Manifest, content, str(path))
+        _check(manifest, path)
+    except ManifestError as error:
+        raise ManifestError(f"{error} Restore it from a copy, or run fastcssl-prep again.") from None
     if check_sizes:
         for entry in manifest.files():
             file = path.parent / entry.path
@@ -182,7 +182,7 @@ def _check(manifest: Manifest, path: Path) -> None:
         parts = PurePosixPath(entry.path)
         inside = not parts.is_absolute() and ".." not in parts.parts and "\\" not in entry.path and parts.parts
         if not inside or not (path.parent / entry.path).resolve().is_relative_to(path.parent.resolve()):
-            raise ManifestError(f"{path} names {entry.path!r}, which leaves its folder. It is refused.")
+            raise ManifestError(f"{path} names {entry.path!r}, which leaves its folder.")
     if manifest.scenario.num_tasks != len(manifest.tasks):
         raise ManifestError(f"{path} says {manifest.scenario.num_tasks} tasks but lists {len(manifest.tasks)}.")
     for number, task in enumerate(manifest.tasks):

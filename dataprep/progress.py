@@ -2,6 +2,7 @@
 
 import time
 from types import TracebackType
+from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -33,7 +34,30 @@ class _Rates(ProgressColumn):
         return Text(f"{speed:,.0f} images/s · {speed * per_image / 1e6:,.1f} MB/s", style="cyan")
 
 
-class Meter:
+class _Live(Protocol):
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class OnTerminal:
+    """Draws from the beginning of a block to its end, however it ends. `_live` is None where there is no terminal."""
+
+    _live: _Live | None
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+
+class Meter(OnTerminal):
     """Counts images and bytes over the whole job and shows them under a changing label."""
 
     def __init__(self, console: Console, total: int, *, resumed: int = 0, resumed_bytes: int = 0) -> None:
@@ -57,17 +81,6 @@ class Meter:
                 expand=True,
             )
             self._id = self._live.add_task("", total=total, completed=resumed, num_bytes=resumed_bytes)
-
-    def __enter__(self) -> "Meter":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
 
     def label(self, text: str) -> None:
         if text == self._label:

@@ -14,7 +14,6 @@ from dataprep.errors import PrepError
 from dataprep.samples import NO_DOMAIN, Samples
 
 Kind = Literal["class", "data", "domain", "joint"]
-KINDS: tuple[Kind, ...] = ("class", "data", "domain", "joint")
 
 REFERENCE_CLASS_SEED = 5
 REFERENCE_DATA_SEED = 42

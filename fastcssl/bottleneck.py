@@ -41,11 +41,6 @@ class Machine:
     num_cores: int = 1  # that this process may use
     num_ranks: int = 1
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Machine":
-        """Of a file, perhaps of another version: what is not known is left out."""
-        return cls(**{key: value for key, value in values.items() if key in cls.__dataclass_fields__})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:

@@ -6,7 +6,6 @@ all before. torch still opens such a file; `load` looks at the digest first, and
 
 import hashlib
 import os
-import random
 import re
 import shutil
 import struct
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,13 +130,6 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def close(self) -> None:
-        """Raises if the last write failed and nobody was told."""
-        self.wait()
-        error = self.check()
-        if error is not None and not self._last_is_whole:
-            raise error
 
     def _save(self, path: Path, step: int, state: State, *, wait: bool) -> float:
         began = time.perf_counter()
@@ -299,7 +290,7 @@ def _footer(path: Path, *, verify: bool = False) -> _Footer:
                 digest.update(chunk)
                 left -= len(chunk)
     except OSError as error:
-        raise TornError(f"{path} cannot be read: {error.strerror}.") from error
+        raise TornError(f"{path} cannot be read ({error.strerror}).") from error
     if len(footer) < _FOOTER_BYTES or not footer.startswith(_MARK):
         raise TornError(f"{path} is not a whole checkpoint: its {num_bytes:,} bytes end without the closing mark.")
     _, version, step, length = _HEAD.unpack_from(footer)
@@ -372,27 +363,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, bool) is not isinstance(b, bool):
         return False  # True == 1
     return bool(a == b) or (a != a and b != b)  # the last: both NaN
-
-
-def rng_state() -> State:
-    """Of torch (CPU, and every CUDA device once CUDA is in use), Python and NumPy's global one."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = cast(tuple[str, Any, int, int, float], np.random.get_state(legacy=True))
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if in_use else [],
-        "python": [version, torch.tensor(words), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
-    }
-
-
-def set_rng_state(state: State) -> None:
-    """CUDA generators are set as far as there are devices for them."""
-    torch.set_rng_state(state["torch"])
-    for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(generator, device)
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))

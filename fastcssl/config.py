@@ -1,4 +1,4 @@
-"""Everything that decides a run, as frozen data. `recipes.py` fills it, the command line overrides it by dotted names.
+"""Everything that decides a run, as frozen data. A recipe fills it, the command line overrides it by dotted names.
 
 Derived values (peak learning rate, steps, local batch) are computed where they are used and never stored here.
 """
@@ -29,13 +29,13 @@ class ExpectConfig:
 
     source: str = "any"  # as fastcssl-prep names it
     scenario: ScenarioKind = "any"
-    num_tasks: int = 0
+    num_tasks: int = 0  # 0: any number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewsConfig:
-    policy: str = "pnr-moco-imagenet"  # a name of fastcssl.views
-    size_px: int | None = None  # None: the policy's
+    policy: str = "pnr-moco-imagenet"  # AUTHORS-METHOD-FAMILY: cassle or pnr, cifar or imagenet
+    size_px: int | None = None  # side of a view; None: the policy's
     min_scale: float | None = None  # least share of the image that a crop shows; None: the policy's
 
     def views(self) -> Policy:
@@ -54,14 +54,25 @@ class RunConfig:
     """How this process runs it. None of it changes what is computed, so that a run may go on with other values."""
 
     checkpoint_minutes: float = 10.0
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # of the last ones; those of task ends stay
     stop_after_task: int | None = None  # counted from 0
     log_every: int = 10  # steps between two lines of metrics
-    tensorboard: bool = False
-    wandb: str | None = None  # a project's name
+    tensorboard: bool = False  # also write RUN/tensorboard
+    wandb: str | None = None  # also log to this project of Weights & Biases
     num_threads: int | None = None  # of the loader; None: one a core, shared by the ranks of a machine
     prefetch: int = 3  # batches under way
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        for key, least in (
+            ("keep_checkpoints", 1),
+            ("log_every", 1),
+            ("checkpoint_minutes", 0),
+            ("stop_after_task", 0),
+        ):
+            value = getattr(self, key)
+            if value is not None and not value >= least:
+                raise ValueError(f"{key} is {value}; give at least {least}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +90,11 @@ class Config:
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    scope: Literal["global", "local"] = "global"
-    precision: Precision = "auto"
+    scope: Literal["global", "local"] = "global"  # whether losses look at the samples of all ranks or of each
+    precision: Precision = "auto"  # of the forward pass; auto: bf16 where the hardware has it
     compile: str = "off"  # or a back end of torch.compile: "inductor"
     loader: str = "auto"
-    augment: Augment = "fused"
+    augment: Augment = "fused"  # who does the photometry
     only_task: int | None = None  # train this task of the manifest alone
     online_probe: str = "off"  # "every=E" epochs, "every=E,parity", or "off"
     probe_lr: float = 0.1  # of the parity probe's layer; no batch size scales it

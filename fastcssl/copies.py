@@ -17,59 +17,54 @@ AtTaskStart = Literal["keep", "reset", "prefill"]
 Initial = Literal["empty", "random"]
 
 
-class EmaCopy:
-    """A copy whose parameters follow slowly. Its BatchNorm statistics are its own: it runs in train mode."""
+class _Copy:
+    """A network beside the one that is trained. No gradient reaches it."""
 
     def __init__(self, source: nn.Module) -> None:
-        self.module = copy.deepcopy(source).requires_grad_(False).train()
+        self.module = copy.deepcopy(source).requires_grad_(False)
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Any:
         return self.module(x)
+
+    def to(self, device: torch.device) -> None:
+        self.module.to(device)
+        self.module.to(memory_format=torch.channels_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.module.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state)
+
+
+class EmaCopy(_Copy):
+    """A copy whose parameters follow slowly. Its BatchNorm statistics are its own: it runs in train mode."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__(source)
+        self.module.train()
 
     @torch.no_grad()
     def update(self, source: nn.Module, tau: float) -> None:
         """slow <- tau slow + (1 - tau) source. Parameters only, as the references do."""
         torch._foreach_lerp_(list(self.module.parameters()), list(source.parameters()), 1 - tau)
 
-    def to(self, device: torch.device) -> None:
-        self.module.to(device)
-        self.module.to(memory_format=torch.channels_last)
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.module.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.module.load_state_dict(state)
-
-
-class FrozenCopy:
+class FrozenCopy(_Copy):
     """The network as the previous task left it. Nothing moves it, BatchNorm's running statistics included.
 
     `batch_statistics`: normalise by each batch's own statistics, as CaSSLe's frozen network does.
     """
 
     def __init__(self, source: nn.Module, *, batch_statistics: bool = False) -> None:
-        self.module = copy.deepcopy(source).requires_grad_(False).eval()
+        super().__init__(source)
+        self.module.eval()
         if batch_statistics:
             for layer in self.module.modules():
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                     layer.train()
                     layer.track_running_stats = False  # neither read nor written
-
-    @torch.no_grad()
-    def __call__(self, x: Tensor) -> Any:
-        return self.module(x)
-
-    def to(self, device: torch.device) -> None:
-        self.module.to(device)
-        self.module.to(memory_format=torch.channels_last)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.module.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.module.load_state_dict(state)
 
 
 class Bank:

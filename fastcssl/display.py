@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -17,7 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fastcssl.runlog import EpochMeans, EpochReport, ProbeReport, StepReport, TaskReport
+from dataprep.progress import OnTerminal
+from fastcssl.runlog import EpochReport, ProbeReport, StepReport, TaskReport
 
 _LINE_SECONDS = 30.0
 _REFRESHES_PER_SECOND = 4
@@ -50,7 +51,30 @@ class TaskPlan:
         return self.num_epochs * self.steps_per_epoch
 
 
-class Display:
+class _EpochMeans:
+    """Means of loss and terms over the steps of the epoch that was reported last."""
+
+    def __init__(self) -> None:
+        self._epoch: tuple[int, int] | None = None
+        self._sums: dict[str, float] = {}
+        self._num_steps = 0
+
+    def add(self, report: StepReport) -> None:
+        if self._epoch != (report.task, report.epoch):
+            self._epoch, self._sums, self._num_steps = (report.task, report.epoch), {"": 0.0}, 0
+        self._num_steps += 1
+        for name, value in (("", report.loss), *report.terms.items()):
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    @property
+    def loss(self) -> float:
+        return self.term("")
+
+    def term(self, name: str) -> float:
+        return self._sums.get(name, math.nan) / max(self._num_steps, 1)
+
+
+class Display(OnTerminal):
     """Shows the reports of a run. Its methods cost microseconds; a thread draws the panel four times a second.
 
     `step`: steps done before, when the run was resumed. `quiet`: shows nothing, for all ranks but 0.
@@ -73,7 +97,7 @@ class Display:
         self._done = step
         self._task = 0
         self._report: StepReport | None = None
-        self._means = EpochMeans()
+        self._means = _EpochMeans()
         self._probes: list[ProbeReport] = []
         self._pace: deque[tuple[float, int]] = deque(maxlen=_WINDOW_SECONDS)
         self._last_line = -math.inf
@@ -83,18 +107,12 @@ class Display:
                 get_renderable=self.panel, console=self._console, refresh_per_second=_REFRESHES_PER_SECOND
             )
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> Self:
         if self._live:
-            self._live.start(refresh=True)
+            self._live.start(refresh=True)  # so that an error right away finds a panel to leave
         else:
             self._line(str(self._header))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
 
     def task(self, number: int) -> None:
         """A task begins."""

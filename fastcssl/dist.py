@@ -191,7 +191,7 @@ def connect(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> tu
     size = int(os.environ.get("WORLD_SIZE", "1"))
     absent = [key for key in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if size > 1 and absent:
-        raise RuntimeError(f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set; start with torchrun.")
+        raise RuntimeError(f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set. Start with torchrun.")
     world = World(int(os.environ.get("RANK", "0")), size)
     device = _device(device_kind, int(os.environ.get("LOCAL_RANK", "0")))
     if size > 1:
@@ -228,7 +228,8 @@ def _device(kind: DeviceKind, local_rank: int) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if local_rank >= num_gpus:
         raise RuntimeError(
-            f"This process needs GPU {local_rank}, but {num_gpus} can be seen; start one process a GPU, or use the CPU."
+            f"This process needs GPU {local_rank}, but {num_gpus} can be seen. Start one process a GPU, or use "
+            "--device cpu."
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -126,7 +126,7 @@ class EngineBackend:
 
     def _live(self) -> Engine:
         if self._engine is None:
-            raise LoaderError("The loader was closed.")
+            raise LoaderError("This loader is closed. Open another.")
         return self._engine
 
     def _submit(self, batch: LocalBatch, slot: Slot) -> Job:

@@ -148,7 +148,7 @@ def load_encoder(path: Path | str) -> nn.Module:
         raise EncoderFileError(f"{path} cannot be loaded: {error}") from error
     if wrong := difference(blank.state_dict(), tensors):
         raise EncoderFileError(
-            f"{path} does not hold the {_described(config)} that it names: {wrong}; export it again."
+            f"{path} does not hold the {_described(config)} that it names: {wrong}. Export it again."
         )
     encoder = build_encoder(config, 0, size_px)
     encoder.load_state_dict(tensors, strict=True)
@@ -162,32 +162,32 @@ def describe_file(path: Path | str) -> dict[str, str]:
 
 def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not path.is_file():
-        raise EncoderFileError(f"{path} is not a file; give an encoder file, such as RUN/encoders/task0.safetensors.")
+        raise EncoderFileError(f"{path} is not a file. Give an encoder file, such as RUN/encoders/task0.safetensors.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()} if with_tensors else {}
     except OSError as error:
-        raise EncoderFileError(f"{path} cannot be read: {error}.") from error
+        raise EncoderFileError(f"{path} cannot be read ({error}). Check its permissions.") from error
     except SafetensorError as error:
         if _looks_pickled(path):
             raise EncoderFileError(
-                f"{path} is a pickle (torch.save), which may run any code when opened; give a safetensors file, "
+                f"{path} is a pickle (torch.save), which may run any code when opened. Give a safetensors file, "
                 f"such as RUN/encoders/task0.safetensors."
             ) from error
         raise EncoderFileError(
-            f"{path} is not a safetensors file, or only a part of one ({error}); copy or export it again."
+            f"{path} is not a safetensors file, or only a part of one ({error}). Copy or export it again."
         ) from error
     missing = [key for key in OWN_KEYS if key not in metadata]
     if missing:
         raise EncoderFileError(
-            f"{path} does not say which encoder it holds: its metadata lack {', '.join(missing)}; give a file that "
+            f"{path} does not say which encoder it holds: its metadata lack {', '.join(missing)}. Give a file that "
             f"fastcssl wrote, or build_encoder and load_state_dict by hand."
         )
     if metadata["format_version"] != FORMAT_VERSION:
         raise EncoderFileError(
             f"{path} is an encoder file of format {metadata['format_version']!r}, but this fastcssl reads "
-            f"{FORMAT_VERSION!r}; use the fastcssl that wrote it."
+            f"{FORMAT_VERSION!r}. Use the fastcssl that wrote it."
         )
     return metadata, tensors
 

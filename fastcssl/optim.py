@@ -6,7 +6,6 @@ then SGD with momentum and no decay. Where |w| or |u| is zero, u stays as it is 
 The learning rate is set from outside, by `set_lr`; schedule.py says to what.
 """
 
-import difflib
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
+
+from fastcssl.errors import UserError
+from fastcssl.words import nearest
 
 OptimizerName = Literal["lars", "sgd", "adamw"]
 Implementation = Literal["foreach", "apex"]
@@ -30,8 +32,8 @@ _GROUP_KEYS = ("params", "name", "lr_scale", "weight_decay")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
     name: OptimizerName = "lars"
-    lr: float = 0.6  # for a global batch of 256; schedule.lr_peak scales it
-    weight_decay: float = 1e-4
+    lr: float = 0.6  # for a global batch of 256, and in proportion for others
+    weight_decay: float = 1e-4  # of all tensors but those excluded
     momentum: float = 0.9  # of lars and sgd
     betas: tuple[float, float] = (0.9, 0.999)  # of adamw
     eta: float = 0.02  # of lars
@@ -39,9 +41,9 @@ class OptimConfig:
     exclude_bias_and_norm: bool = True  # 1-D tensors get neither LARS's scaling nor weight decay
     implementation: Implementation = "foreach"  # apex: its FusedSGD, for sgd
     schedule: Schedule = "warmup-cosine"
-    warmup_epochs: int = 10
+    warmup_epochs: int = 10  # of each task
     warmup_start_lr: float = 0.003  # not scaled with the batch, nor is min_lr
-    min_lr: float = 0.0
+    min_lr: float = 0.0  # at the end of a task
     schedule_unit: ScheduleUnit = "epoch"  # step: the same curve, followed within epochs too
 
     def __post_init__(self) -> None:
@@ -52,7 +54,7 @@ class OptimConfig:
             ("schedule_unit", self.schedule_unit, get_args(ScheduleUnit)),
         ):
             if word not in known:
-                raise ValueError(f"There is no optim.{what} {word!r}; {_choose(word, known)}.")
+                raise ValueError(f"There is no optim.{what} {word!r}. {nearest(word, known)}")
         for what, value in (
             ("lr", self.lr),
             ("weight_decay", self.weight_decay),
@@ -179,7 +181,7 @@ def build_optimizer(groups: Sequence[Mapping[str, Any]], config: OptimConfig) ->
 def _split(group: Mapping[str, Any], config: OptimConfig) -> list[dict[str, Any]]:
     for key in group:
         if key not in _GROUP_KEYS:
-            raise ValueError(f"A parameter group cannot have {key!r}; {_choose(key, _GROUP_KEYS)}.")
+            raise ValueError(f"A parameter group cannot have {key!r}. {nearest(key, _GROUP_KEYS)}")
     settings = {
         "lr_scale": group.get("lr_scale", 1.0),
         "lr": config.lr * group.get("lr_scale", 1.0),
@@ -215,19 +217,19 @@ def _apex_sgd(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.
     for param in (param for group in groups for param in group["params"]):
         # It would pass over other types without a word.
         if param.device.type == "cpu" or param.dtype not in (torch.float32, torch.float16):
-            raise RuntimeError(
+            raise UserError(
                 f"apex's FusedSGD takes float32 and float16 parameters on a GPU, but one is {param.dtype} on "
-                f"{param.device}; use optim.implementation 'foreach'."
+                f"{param.device}. Use --optim.implementation foreach."
             )
     try:
         fused_sgd = importlib.import_module("apex.optimizers").FusedSGD
         optimizer: torch.optim.Optimizer = fused_sgd(groups, lr=config.lr, momentum=config.momentum)
     except Exception as error:  # PyPI's package and half-built ones fail in every way
-        raise RuntimeError(
-            f"optim.implementation 'apex' needs FusedSGD of NVIDIA's apex with its CUDA extensions, and trying it gave "
-            f"{type(error).__name__}: {error}; PyPI's 'apex' is an unrelated package, so uninstall that and build "
-            f"https://github.com/NVIDIA/apex from source (APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install "
-            f"--no-build-isolation .), or use optim.implementation 'foreach'."
+        raise UserError(
+            "--optim.implementation apex needs FusedSGD of NVIDIA's apex with its CUDA extensions, and trying it gave "
+            f"{type(error).__name__}: {error}. PyPI's 'apex' is an unrelated package: uninstall that and build "
+            "https://github.com/NVIDIA/apex from source (APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install "
+            "--no-build-isolation .), or use --optim.implementation foreach."
         ) from error
     return optimizer
 
@@ -257,8 +259,3 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
         return f"apex {kind.__name__}"
     how = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "one tensor at a time"
     return f"torch {kind.__name__} ({how})"
-
-
-def _choose(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
-    return f"{f'did you mean {close[0]!r}? Known: ' if close else 'use one of '}{', '.join(known)}"

@@ -117,7 +117,7 @@ def load_evaluation(path: Path) -> Evaluation:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ResultError(f"{path} cannot be read: {error.strerror}.") from None
+        raise ResultError(f"{path} cannot be read ({error.strerror}). Check its permissions.") from None
     except (ValueError, RecursionError):
         raise ResultError(
             f"{path} is not valid JSON: half-written or damaged. Delete it and run fastcssl-eval again."

@@ -26,6 +26,7 @@ from fastcssl.online_probe import ParityProbe
 from fastcssl.rates import Rates
 from fastcssl.stages import StageTimes
 from fastcssl.strategies import Task
+from fastcssl.words import nearest
 
 FORMAT = 1
 
@@ -196,6 +197,8 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
     method, strategy = methods.method_of(config.method), strategies.strategy_of(config.strategy)
     strategy.check(config.strategy, method)
     config.probe.check(data)
+    if config.compile != "off" and config.compile not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise UserError(f"There is no --compile {config.compile!r}. {nearest(config.compile, ('off', *known))}")
     if strategy.replays and config.loader == "dali":
         raise UserError(
             f"{strategy.name} reads earlier samples beside the task's own, but --loader dali runs one stream only. "

@@ -89,33 +89,6 @@ Report = StepReport | EpochReport | ProbeReport | TaskReport
 SomeReport = TypeVar("SomeReport", StepReport, EpochReport, ProbeReport, TaskReport)
 
 
-class EpochMeans:
-    """Means of loss and terms over the steps of the epoch that was reported last."""
-
-    def __init__(self) -> None:
-        self._epoch: tuple[int, int] | None = None
-        self._sums: dict[str, float] = {}
-        self._num_steps = 0
-
-    def add(self, report: StepReport) -> None:
-        if self._epoch != (report.task, report.epoch):
-            self._epoch, self._sums, self._num_steps = (report.task, report.epoch), {"": 0.0}, 0
-        self._num_steps += 1
-        for name, value in (("", report.loss), *report.terms.items()):
-            self._sums[name] = self._sums.get(name, 0.0) + float(value)
-
-    @property
-    def loss(self) -> float:
-        return self.term("")
-
-    @property
-    def terms(self) -> dict[str, float]:
-        return {name: self.term(name) for name in self._sums if name}
-
-    def term(self, name: str) -> float:
-        return self._sums.get(name, math.nan) / max(self._num_steps, 1)
-
-
 class RunLog:
     """Appends to RUN/metrics.jsonl, each line flushed. Only rank 0 makes one; the others take `RunLog.silent()`.
 
@@ -133,7 +106,6 @@ class RunLog:
         wandb_project: str = "fastcssl",
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self.means = EpochMeans()  # whole also after a resume in the middle of an epoch
         self._path = folder / METRICS
         self._resume_step = resume_step
         self._repeatable: set[tuple[Any, ...]] = set()
@@ -163,16 +135,12 @@ class RunLog:
             if record is None or record["step"] > last_step:
                 continue
             kept += line.rstrip(b"\n") + b"\n"
-            if record["kind"] == StepReport.kind:
-                self.means.add(_report(StepReport, record))
-            elif record["step"] == last_step:
+            if record["step"] == last_step and record["kind"] != StepReport.kind:
                 self._repeatable.add(_identity(record))
         if bytes(kept) != content:
             write_atomically(self._path, bytes(kept))
 
     def write(self, report: Report) -> None:
-        if isinstance(report, StepReport):
-            self.means.add(report)
         self._write({"kind": report.kind, **{entry.name: getattr(report, entry.name) for entry in fields(report)}})
 
     def event(self, what: str, *, step: int, **details: Any) -> None:
@@ -226,7 +194,7 @@ class RunLog:
 
 class _SilentLog(RunLog):
     def __init__(self) -> None:
-        self.means = EpochMeans()
+        pass
 
     def _write(self, record: dict[str, Any]) -> None:
         pass

@@ -4,7 +4,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -13,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from dataprep.progress import OnTerminal
 from fastcssl.display import bar_grid, bar_row, duration, fact_grid, framed
 from fastcssl.request import Evaluated, Progress
 from fastcssl.results import EvaluatedEncoder, Evaluation
@@ -22,7 +22,7 @@ _WINDOW_SECONDS = 300
 _MAX_COLUMNS = 12  # of tasks that a table shows
 
 
-class Scoreboard(Progress):
+class Scoreboard(OnTerminal, Progress):
     """Draws on a terminal, writes a line every half minute elsewhere, and nothing when `quiet`."""
 
     def __init__(self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,17 +34,6 @@ class Scoreboard(Progress):
         self._live: Live | None = None
         if not quiet and console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(get_renderable=self.panel, console=console, refresh_per_second=4, transient=True)
-
-    def __enter__(self) -> "Scoreboard":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
 
     def begin(self, title: str, num_images: int, done: int = 0) -> None:
         self._title, self._size, self._done = title, num_images, done

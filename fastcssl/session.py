@@ -26,8 +26,6 @@ from fastcssl.checkpoint import (
     latest,
     load,
     refuse_changed,
-    rng_state,
-    set_rng_state,
 )
 from fastcssl.config import Resume, plain
 from fastcssl.display import Display, RunHeader, TaskPlan
@@ -104,10 +102,13 @@ class Session:
     def _open(self, stack: ExitStack) -> None:
         config, run = self._config, self._run
         if self._leads:
-            if self._resume == "never":
-                set_aside(self.out)
-            self.out.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(self.out))
+            try:
+                if self._resume == "never":
+                    set_aside(self.out)
+                self.out.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.out))
+            except OSError as error:
+                raise UserError(f"Cannot write into {self.out} ({error.strerror}). Choose another --out.") from None
         self._world.barrier()
         warnings = self._find_state()
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.run.keep_checkpoints) if self._leads else None
@@ -190,9 +191,7 @@ class Session:
             run.strategy.end_task(task, run.method)
         ranks = self.state["rng"]
         if self._world.rank < len(ranks):
-            generators = rng_state()
-            generators["torch"] = ranks[self._world.rank]
-            set_rng_state(generators)
+            torch.set_rng_state(ranks[self._world.rank])
 
     # ---- During a task -----------------------------------------------------------------------------------------------
 

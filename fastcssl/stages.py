@@ -12,7 +12,6 @@ from typing import Any
 
 MAIN = ("model", "wait", "augment", "probe", "checkpoint", "strategy")
 LOADER = ("read", "decode", "crop", "photometric")
-DEVICE = ("idle", "transfer", "augment")
 
 
 @dataclass(slots=True, kw_only=True)

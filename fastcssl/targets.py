@@ -91,7 +91,7 @@ def open_targets(
             )
     twice = [target.folder for target in found if sum(other.folder == target.folder for other in found) > 1]
     if twice:
-        raise UserError(f"{twice[0]} is there twice; its results would overwrite each other.")
+        raise UserError(f"{twice[0]} is there twice; its results would overwrite each other. Name it once.")
     return found
 
 
@@ -263,7 +263,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         try:
             return dict(load_file(path))
         except SafetensorError as error:
-            raise EncoderFileError(f"{path} is not a safetensors file, or only a part of one ({error}).") from None
+            raise EncoderFileError(
+                f"{path} is not a safetensors file, or only a part of one ({error}). Copy it again."
+            ) from None
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile):

@@ -8,10 +8,11 @@ The numbers are those of the released scripts. The order of the operations is fi
 solarize, flip, normalise.
 """
 
-import difflib
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
+
+from fastcssl.words import nearest
 
 Crop = Literal["random", "center", "whole"]
 Interpolation = Literal["bicubic", "bilinear"]
@@ -202,22 +203,5 @@ POLICIES: dict[str, Policy] = _all_policies()
 def policy(name: str) -> Policy:
     """By name: "{cassle|pnr}-{method}-{family}", "probe-train-{family}" or "probe-val-{family}"."""
     if name not in POLICIES:
-        raise ValueError(f"There is no view policy {name!r}. {_nearest(name, tuple(POLICIES))}")
+        raise ValueError(f"There is no view policy {name!r}. {nearest(name, POLICIES)}")
     return POLICIES[name]
-
-
-def policy_for(method: str, source: str, family: str) -> Policy:
-    """The two views that `source`'s script trains `method` with; plain strings, because they come from a user."""
-    for what, word, known in (
-        ("method", method, get_args(Method)),
-        ("source", source, get_args(Source)),
-        ("family", family, get_args(Family)),
-    ):
-        if word not in known:
-            raise ValueError(f"There is no view policy for {what} {word!r}. {_nearest(word, known)}")
-    return POLICIES[f"{source}-{method}-{family}"]
-
-
-def _nearest(word: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"{f'Did you mean {close[0]!r}? ' if close else ''}Known: {', '.join(known)}."

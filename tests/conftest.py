@@ -6,14 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
+
+if TYPE_CHECKING:
+    from fastcssl.data import Prepared
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -46,6 +50,35 @@ def jpeg_of(pixels: Pixels, **options: object) -> bytes:
 
 def decoded(jpeg: bytes) -> Pixels:
     return np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from more, and wait for them on a busy machine."""
+    import torch  # here, as preparing needs none of it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], "Prepared"]:
+    """From a loader's name to data that it reads."""
+    from loading import formats
+
+    return formats(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .beton file of images of one size, for tests that have FFCV."""
+    from betons import write_even
+
+    path = tmp_path_factory.mktemp("even") / "even.beton"
+    write_even(path)
+    return path
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from fastcssl.methods import BankConfig, Inputs, Method, MethodConfig, Setting
 from fastcssl.nets import seeded
 from fastcssl.step import Step
 from fastcssl.strategies import Distilling, Strategy, Task
-from fastcssl.views import policy_for, with_size
+from fastcssl.views import policy, with_size
 
 BATCH, SIZE_PX, NUM_STEPS = 16, 12, 20
 SMALL = {"hidden": 16, "dim": 8, "predictor_hidden": 16, "bank": BankConfig(size=40)}  # 40: no multiple of the batch
@@ -90,7 +90,7 @@ class Lab:
         self.strategy: Strategy = strategies.build(own, setting)
         if isinstance(self.strategy, Distilling):
             self.strategy.predictor_hidden = SMALL["predictor_hidden"]  # plain descent diverges on VICReg's at 2048
-        views = with_size(policy_for("simclr", "pnr", "cifar"), SIZE_PX)
+        views = with_size(policy("pnr-simclr-cifar"), SIZE_PX)
         self.loader = Loader(
             Prepared.open(data), LoaderConfig(policy=views, batch_size=BATCH, seed=3, num_threads=1), self.world
         )

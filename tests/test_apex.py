@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastcssl.errors import UserError
 from fastcssl.optim import OptimConfig, build_optimizer, describe, set_lr
 
 APEX = OptimConfig(name="sgd", implementation="apex", weight_decay=0.1)
@@ -26,12 +27,12 @@ def on_a_device() -> list[nn.Parameter]:
 
 
 def refusal() -> str:
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(UserError) as caught:
         build_optimizer([{"params": on_a_device(), "name": "net"}], APEX)
     text = str(caught.value)
     for words in ("FusedSGD of NVIDIA's apex", "PyPI's 'apex' is an unrelated package", "github.com/NVIDIA/apex"):
         assert words in text
-    assert "\n" not in text and text.endswith("or use optim.implementation 'foreach'.")
+    assert "\n" not in text and text.endswith("or use --optim.implementation foreach.")
     return text
 
 
@@ -78,5 +79,5 @@ def test_apex_would_pass_over_these() -> None:
         (nn.Parameter(torch.ones(2, 2)), "torch.float32 on cpu"),
         (nn.Parameter(torch.empty(2, 2, device="meta", dtype=torch.bfloat16)), "torch.bfloat16 on meta"),
     ):
-        with pytest.raises(RuntimeError, match=f"one is {seen}; use optim.implementation 'foreach'"):
+        with pytest.raises(UserError, match=rf"one is {seen}\. Use --optim.implementation foreach"):
             build_optimizer([{"params": [param], "name": "net"}], APEX)

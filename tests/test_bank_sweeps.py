@@ -1,7 +1,6 @@
 """Banks in training: written by the sweep that reads them last, with the results of a push after all sweeps."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastcssl import ops
 from fastcssl.methods import BankConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PNR = [
     ("pnr", {"form": form, "pn1": pn1, "pn2": pn2})
@@ -33,14 +34,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("banks") / "data"
     prep_ok("build", "synthetic:classes=20,train=4,val=2", "--scenario", "class", "--tasks", 2, "--out", out)
     return out
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Later:

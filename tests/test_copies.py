@@ -19,15 +19,9 @@ from fastcssl import methods
 from fastcssl.copies import Bank, EmaCopy, FrozenCopy, fill
 from fastcssl.methods import BankConfig, Inputs, Method, Setting, ema_momentum
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -353,7 +353,7 @@ def test_connect_alone_makes_no_process_group(launched: Callable[..., None]) -> 
 
 def test_connect_refuses_half_an_environment_and_an_unknown_device(launched: Callable[..., None]) -> None:
     launched(WORLD_SIZE=2, RANK=0, MASTER_ADDR="localhost")
-    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, but LOCAL_RANK, MASTER_PORT is not set; start with torch"):
+    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, but LOCAL_RANK, MASTER_PORT is not set"):
         connect("cpu")
     with pytest.raises(ValueError, match="The device is 'tpu'; use 'auto', 'cpu' or 'cuda'"):
         connect("tpu")  # type: ignore[arg-type]
@@ -372,7 +372,7 @@ def test_connect_takes_the_gpu_of_the_local_rank(
     assert connect(kind) == (World(3, 4), torch.device("cuda", 1))
     assert taken == [torch.device("cuda", 1), "cpu:gloo,cuda:nccl"]
     launched(WORLD_SIZE=4, RANK=3, LOCAL_RANK=3, MASTER_ADDR="localhost", MASTER_PORT=1)
-    with pytest.raises(RuntimeError, match="needs GPU 3, but 2 can be seen; start one process a GPU, or use the CPU"):
+    with pytest.raises(RuntimeError, match="needs GPU 3, but 2 can be seen"):
         connect(kind)
 
 

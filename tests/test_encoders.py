@@ -1,7 +1,6 @@
 """Encoders that are no ResNet of ours: the small ViT in every place a ResNet goes, torchvision's and timm's by name."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,11 @@ from fastcssl.errors import UserError
 from fastcssl.nets import EncoderFileError, activation_bytes, build_encoder, load_encoder, save_encoder
 from fastcssl.optim import OptimConfig, build_optimizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VIT = EncoderConfig(name="vit-tiny-w32")
 FROZEN = EncoderConfig(name="vit-tiny-w32", freeze_patch_embedding=True)
 PATCHES = {"conv_proj.weight", "conv_proj.bias"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,15 +23,9 @@ from fastcssl.results import Evaluation, evaluations, metrics_of
 from fastcssl.scoreboard import Scoreboard
 from fastcssl.targets import open_references, open_targets
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAST = ("--device", "cpu", "--precision", "fp32", "--num-threads", "1")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclasses.dataclass(frozen=True)

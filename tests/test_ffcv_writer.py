@@ -7,7 +7,6 @@ import io
 import multiprocessing
 import os
 import queue
-import random
 import signal
 import subprocess
 import sys
@@ -19,22 +18,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from betons import COUNT, HEIGHT, WIDTH, jpeg_of, record_of
 from conftest import backend
 from PIL import Image
 
 from dataprep.writers import beton
-from dataprep.writers.ffcv_process import BetonError, BetonFile, JpegRecord, read_beton, write_beton
+from dataprep.writers.beton import BetonError, BetonFile, JpegRecord
+from dataprep.writers.ffcv_process import write_beton
 
 ffcv = backend("ffcv")
 
 WATCHDOG = 100.0  # seconds; only a hang takes this long
-WIDTH, HEIGHT, COUNT = 48, 40, 203
 
 # A module of its own: the writing process imports it, and importing this file would import all of FFCV.
 CASES = """
 import os, resource, signal, sys, time
 from pathlib import Path
-from dataprep.writers.ffcv_process import BetonError, JpegRecord, write_beton
+from dataprep.writers.beton import BetonError, JpegRecord
+from dataprep.writers.ffcv_process import write_beton
 
 class Records:
     def __init__(self, notes, trouble):
@@ -91,20 +92,6 @@ assert type(loader.reader.handlers["image"]) is RGBImageField
 batches = [[np.array(column) for column in batch] for batch in loader]
 np.savez(sys.argv[2], *[np.concatenate(column) for column in zip(*batches)])
 """
-
-
-def jpeg_of(index: int, width: int = WIDTH, height: int = HEIGHT) -> bytes:
-    coarse = np.random.default_rng(index).integers(0, 256, (5, 6, 3), dtype=np.uint8)
-    image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=92)
-    return file.getvalue()
-
-
-def record_of(index: int, **changes: Any) -> JpegRecord:
-    values: dict[str, Any] = {"jpeg": jpeg_of(index), "width": WIDTH, "height": HEIGHT}
-    values |= {"label": index % 7, "id": 5_000_000_000 + 3 * index, "domain": index % 3}
-    return JpegRecord(**(values | changes))
 
 
 def is_running(process: int) -> bool:
@@ -239,21 +226,8 @@ def test_no_process_survives_the_caller(outcomes: dict[str, Outcome], number: si
         assert outcome.files == []
 
 
-@pytest.fixture(scope="module")
-def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """COUNT images of one size, written by two workers."""
-    path = tmp_path_factory.mktemp("even") / "even.beton"
-    seen: list[int] = []
-    records = [record_of(index) for index in range(COUNT)]
-    write_beton(path, records, num_workers=2, largest_bytes=20_000, on_progress=seen.append)
-    assert seen == sorted(seen)
-    assert seen[-1] == COUNT
-    assert os.listdir(path.parent) == [path.name]
-    return path
-
-
 def test_two_workers_keep_bytes_and_order(even: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert list(read_beton(even)) == [record_of(index) for index in range(COUNT)]
+    assert list(BetonFile(even)) == [record_of(index) for index in range(COUNT)]
     assert BetonFile(even).page_size == 8 << 20
     assert capfd.readouterr().err == ""
 
@@ -263,7 +237,7 @@ def test_one_worker_mixed_sizes_and_a_large_record(tmp_path: Path, capfd: pytest
     records[7] = record_of(7, jpeg=jpeg_of(7) + bytes(9 << 20), label=-1, domain=-(1 << 63), id=(1 << 63) - 1)
     path = tmp_path / "mixed.beton"
     write_beton(path, records, num_workers=1, largest_bytes=max(len(record.jpeg) for record in records))
-    assert list(read_beton(path)) == records
+    assert list(BetonFile(path)) == records
     assert BetonFile(path).page_size == 16 << 20
     assert capfd.readouterr() == ("", "")  # FFCV's progress bar stays away
 
@@ -301,103 +275,3 @@ def test_refusals_before_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(BetonError, match=r"libturbojpeg0-dev.*pip install \"fastcssl\[ffcv\]\""):
         write_beton(path, [record_of(0)], num_workers=1, largest_bytes=1)
     assert os.listdir(tmp_path) == []
-
-
-def test_page_size_and_limits() -> None:
-    sizes = {0: 8, 8 << 20: 8, (8 << 20) + 1: 16, 1 << 30: 1024, 1 << 40: 1024}
-    assert {size: beton.page_size_for(size) >> 20 for size in sizes} == sizes
-    assert beton.why_not_storable(record_of(0, width=65535), 8 << 20) == ""
-    assert "(id 5000000000) has 9000002 bytes, more than announced" in beton.why_not_storable(
-        record_of(0, jpeg=b"\xff\xd8" + bytes(9_000_000)), 8 << 20
-    )
-    assert "not a JPEG" in beton.why_not_storable(record_of(0, jpeg=b"GIF89a"), 8 << 20)
-    assert "64 bits" in beton.why_not_storable(record_of(0, label=1 << 63), 8 << 20)
-    assert "takes 1 to 65535" in beton.why_not_storable(record_of(0, height=0), 8 << 20)
-
-
-@pytest.mark.parametrize("size", [0, 1, 23, 24, 4187, 4188, 5000, 1 << 20, (8 << 20) + 5, 16 << 20, -24, -1])
-def test_truncated_file_is_refused(even: Path, tmp_path: Path, size: int) -> None:
-    whole = even.read_bytes()
-    path = tmp_path / "cut.beton"
-    path.write_bytes(whole[:size])
-    with pytest.raises(BetonError, match="unfinished or damaged"):
-        BetonFile(path)
-
-
-def test_foreign_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BetonError, match="cannot be read"):
-        read_beton(tmp_path / "missing.beton")
-    with pytest.raises(BetonError):
-        read_beton(tmp_path)
-    path = tmp_path / "photo.beton"
-    path.write_bytes(jpeg_of(1))
-    with pytest.raises(BetonError, match="not an FFCV version 2 file"):
-        read_beton(path)
-
-
-def header(**values: int) -> tuple[int, bytes]:
-    ((name, value),) = values.items()
-    field = beton.HEADER.fields[name]  # type: ignore[index]
-    return int(field[1]), value.to_bytes(field[0].itemsize, "little")
-
-
-ROW_0 = beton.HEADER.itemsize + 4 * beton.DESCRIPTOR.itemsize
-TABLE = -COUNT * beton.ALLOCATION.itemsize  # from the end
-
-
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        (header(alloc_table_ptr=0), "stopped before the end"),
-        (header(alloc_table_ptr=1 << 63), "allocation table"),
-        (header(alloc_table_ptr=4096), "pages are not complete"),
-        (header(alloc_table_ptr=(16 << 20) + 24), "pages are not complete"),
-        (header(num_samples=COUNT - 1), "does not hold"),
-        (header(num_samples=(1 << 64) - 1), "ends at byte"),
-        (header(num_samples=0), "does not hold"),
-        (header(page_size=3 << 20), "page size"),
-        (header(page_size=0), "page size"),
-        (header(num_fields=3), "other fields"),
-        ((24, b"\x03"), "other fields"),
-        ((25, b"photo"), "other fields"),
-        ((ROW_0, b"\x01"), "sample 0 .*not stored as JPEG"),
-        ((ROW_0 + 1, b"\0\0"), "sample 0 .*no pixels"),
-        ((ROW_0 + 5, b"\xff" * 8), "sample 0 .*its own bytes"),
-        ((TABLE, b"\xff" * 8), "every sample once"),
-        ((TABLE + 16, b"\xff" * 8), "outside the data"),
-        ((TABLE + 16, bytes(8)), "outside the data"),
-        ((TABLE + 16, (6 << 20).to_bytes(8, "little")), "overlaps"),
-        ((TABLE + 16, (8 << 20).to_bytes(8, "little")), "crosses a page|overlaps"),
-        ((8 << 20, bytes(2)), "not a JPEG"),
-    ],
-)
-def test_damaged_file_is_refused(even: Path, place: tuple[int, bytes], words: str, tmp_path: Path) -> None:
-    data = bytearray(even.read_bytes())
-    start = place[0] % len(data)
-    data[start : start + len(place[1])] = place[1]
-    path = tmp_path / "damaged.beton"
-    path.write_bytes(data)
-    with pytest.raises(BetonError, match=words):
-        list(read_beton(path))
-
-
-def test_random_damage_never_crashes(even: Path, tmp_path: Path) -> None:
-    path = tmp_path / "random.beton"
-    path.write_bytes(even.read_bytes())
-    chance = random.Random(1)
-    size = path.stat().st_size
-    regions = [(0, 24), (24, 60), (ROW_0, ROW_0 + beton.ROW.itemsize * COUNT), (size + TABLE, size)]
-    with path.open("r+b", buffering=0) as file:
-        for turn in range(400):
-            at = chance.randrange(*regions[turn % 4])
-            file.seek(at)
-            before = file.read(1)
-            file.seek(at)
-            file.write(bytes([before[0] ^ 1 << chance.randrange(8)]))
-            try:
-                for record in read_beton(path):
-                    assert 0 < len(record.jpeg) <= 8 << 20
-            except BetonError:
-                pass
-            file.seek(at)
-            file.write(before)

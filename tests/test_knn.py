@@ -1,7 +1,6 @@
 """Features, k nearest neighbours against plain loops, and the linear head against autograd."""
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +14,10 @@ from fastcssl.features import Features, embed, features, finite, full_float32, t
 from fastcssl.probes.cached import fit_linear
 from fastcssl.probes.knn import Metric, _keys, knn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 METRICS: tuple[Metric, ...] = ("cosine", "euclidean")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from more, and wait for them on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def rows(h_NF: Tensor, label_N: Tensor) -> Features:

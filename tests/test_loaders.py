@@ -1,85 +1,23 @@
 """The loader contract, over every discovered back end: which samples, in which order, augmented how, resumed where."""
 
 import shutil
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import backend as require
 from conftest import prep_ok
+from loading import FORMATS, NAMES, TASKS, collect, config, equal, ids_of, wanted_ids
 
 from dataprep.manifest import load_manifest
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
-from fastcssl.loaders import LoaderError, backend, backends, choose
-from fastcssl.loaders.stream import Batch, Loader, LoaderConfig
+from fastcssl.loaders import LoaderError
+from fastcssl.loaders.stream import Loader
 from fastcssl.views import ViewSpec, policy, with_size
-
-NAMES = backends()
-FORMATS = {"native": "tar", "dali": "tar", "ffcv": "ffcv", "resident": "array", "torchvision": "tar"}
-PACKAGES = {"dali": "nvidia.dali", "ffcv": "ffcv"}
-POLICY = with_size(policy("pnr-moco-imagenet"), 32)
-TASKS = 10
-
-
-def needs(name: str) -> None:
-    if name in PACKAGES:
-        require(PACKAGES[name])
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prepared]:
-    """Ten tasks of the embedded set in the format that a back end reads."""
-    done: dict[str, Prepared] = {}
-
-    def get(name: str) -> Prepared:
-        needs(name)
-        format = FORMATS.get(name, "tar")
-        if format not in done:
-            out = tmp_path_factory.mktemp(f"loader-{format}") / "out"
-            size = "48" if format == "array" else "mixed"
-            args = ("build", f"synthetic:size={size},train=8,val=2", "--scenario", "class", "--tasks", TASKS)
-            prep_ok(*args, "--out", out, "--formats", format, "--shard-mb", 1)
-            done[format] = Prepared.open(out)
-        return done[format]
-
-    return get
-
-
-def config(name: str, **changes: Any) -> LoaderConfig:
-    settings: dict[str, Any] = {"policy": POLICY, "batch_size": 8, "seed": 7, "loader": name, "num_threads": 2}
-    return LoaderConfig(**{**settings, "augment": "torch", **changes})
-
-
-def collect(batches: Iterator[Batch], most: int | None = None) -> list[tuple[torch.Tensor, ...]]:
-    """Copies, because a batch's buffers live only until the next is asked for."""
-    found: list[tuple[torch.Tensor, ...]] = []
-    for batch in batches:
-        found.append(tuple(t.clone() for t in (batch.id, batch.label, batch.valid, *batch.views)))
-        if len(found) == most:
-            break
-    return found
-
-
-def ids_of(batches: list[tuple[torch.Tensor, ...]]) -> list[int]:
-    return [i for batch in batches for i in batch[0].tolist()]
-
-
-def equal(a: list[tuple[torch.Tensor, ...]], b: list[tuple[torch.Tensor, ...]]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)
-    )
-
-
-def wanted_ids(data: Prepared, *tasks: int, split: str = "train") -> set[int]:
-    return {i for task in tasks for i in data.manifest.tasks[task].part(split).iter_ids()}  # type: ignore[arg-type]
 
 
 def test_the_back_ends_of_the_design_exist() -> None:
@@ -348,62 +286,3 @@ def test_val_policy_with_a_fractional_box(name: str, prepared: Callable[[str], P
     for mine, its in zip(ours, truth, strict=True):
         difference = (mine[3] - its[3]).abs() * 255 * 0.225
         assert difference[its[2]].mean() < {"ffcv": 8.0, "dali": 2.0}.get(name, 0.35)
-
-
-def test_the_choice_of_a_back_end(prepared: Callable[[str], Prepared]) -> None:
-    assert choose(prepared("native")).name == "native"
-    assert choose(prepared("resident")).name == "resident"
-    with pytest.raises(LoaderError, match="is not a loader"):
-        backend("nativ")
-    with pytest.raises(LoaderError, match="reads array, but this data was prepared as tar"):
-        choose(prepared("native"), "resident")
-    with pytest.raises(LoaderError, match="--augment dali needs --loader dali"):
-        Loader(prepared("native"), config("native", augment="dali"))
-
-
-@pytest.mark.parametrize(("name", "package"), [("dali", "nvidia.dali"), ("ffcv", "ffcv")])
-def test_a_missing_package_says_what_to_install(name: str, package: str) -> None:
-    """In a process of its own, where nothing has imported the package yet."""
-    code = f"import sys; sys.modules['{package}'] = None; from fastcssl.loaders import backend; backend('{name}')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and f'pip install "fastcssl[{name}]"' in done.stderr.splitlines()[-1]
-
-
-def test_batched_crops_on_a_device_agree_with_the_engine(prepared: Callable[[str], Prepared]) -> None:
-    """The path that a GPU takes, executed here on the CPU."""
-    data = prepared("resident")
-    runs = []
-    for batched in (False, True):
-        with Loader(data, config("resident")) as loader:
-            loader._backend._batched = batched  # type: ignore[attr-defined]
-            runs.append(collect(loader.open(Selection(tasks=(0, 1))).epoch(0)))
-    for mine, its in zip(*runs, strict=True):
-        assert torch.equal(mine[0], its[0])
-        for view in (3, 4):
-            assert ((mine[view] - its[view]).abs() * 255 * 0.225).mean() < 0.6
-
-
-@pytest.mark.parametrize("name", ["native", "resident", "torchvision"])
-def test_streams_side_by_side(name: str, prepared: Callable[[str], Prepared]) -> None:
-    """As replay does: a task and an endless stream of older samples from one loader."""
-    with Loader(prepared(name), config(name)) as loader:
-        now, old = Selection(tasks=(3, 4)), Selection(tasks=(0, 1), order="endless")
-        alone = collect(loader.open(now).epoch(0)), collect(loader.open(old).epoch(0), most=5)
-        task, replay = loader.open(now).epoch(0), loader.open(old).epoch(0)
-        mixed: tuple[list[Any], list[Any]] = ([], [])
-        for _ in range(5):
-            for found, stream in zip(mixed, (task, replay), strict=True):
-                found += collect(stream, most=1)
-        assert equal(mixed[0], alone[0][:5]) and equal(mixed[1], alone[1])
-
-
-def test_switching_tasks_keeps_the_threads(prepared: Callable[[str], Prepared]) -> None:
-    def native_threads() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
-
-    with Loader(prepared("native"), config("native")) as loader:
-        next(loader.open(Selection(tasks=(0,))).epoch(0))
-        count = native_threads()
-        for task in range(TASKS):
-            next(loader.open(Selection(tasks=(task,))).epoch(task))
-            assert native_threads() == count

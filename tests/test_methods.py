@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from fastcssl import methods, strategies
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAIRS = [(m, s) for m in methods.names() for s in strategies.names()]
 
 
@@ -21,14 +23,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("lab") / "data"
     prep_ok("build", "synthetic:classes=20,train=8,val=2", "--scenario", "class", "--tasks", 4, "--out", out)
     return out
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _kept(lab: Lab) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import io
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -27,20 +26,13 @@ from fastcssl.probes.cached import fit_linear
 from fastcssl.probes.knn import knn
 from fastcssl.views import policy, with_size
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 VIEW = with_size(policy("probe-val-cifar"), 16)
 VIEWS = with_size(policy("cassle-byol-cifar"), 16)
 CONFIG = LoaderConfig(policy=VIEWS, batch_size=12, seed=3, num_threads=1)
 SGD = OptimConfig(name="sgd", momentum=0.0, weight_decay=0.1, schedule="constant")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from more, and wait for them on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +12,9 @@ from torch import Tensor, nn
 
 from fastcssl.optim import Lars, OptimConfig, build_optimizer, describe, lars_update_plain, set_lr
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = ((4, 3), (6,), (2, 3, 3, 3), (1,), (5, 1))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float64, shapes: Any = SHAPES) -> list[nn.Parameter]:
@@ -371,11 +365,11 @@ def test_a_state_of_other_groups_is_refused() -> None:
         ({"warmup_epochs": -1}, "optim.warmup_epochs is -1"),
         ({"warmup_start_lr": -1.0}, "optim.warmup_start_lr is"),
         ({"min_lr": -1.0}, "optim.min_lr is"),
-        ({"name": "adam"}, "no optim.name 'adam'; did you mean 'adamw'? Known: lars, sgd, adamw"),
-        ({"name": "zzz"}, "no optim.name 'zzz'; use one of lars, sgd, adamw"),
-        ({"schedule": "warmup_cosine"}, "did you mean 'warmup-cosine'?"),
-        ({"schedule_unit": "epochs"}, "did you mean 'epoch'?"),
-        ({"implementation": "fused"}, "no optim.implementation 'fused'; use one of foreach, apex"),
+        ({"name": "adam"}, "no optim.name 'adam'. Did you mean 'adamw'? Known: lars, sgd, adamw"),
+        ({"name": "zzz"}, "no optim.name 'zzz'. Known: lars, sgd, adamw"),
+        ({"schedule": "warmup_cosine"}, "Did you mean 'warmup-cosine'?"),
+        ({"schedule_unit": "epochs"}, "Did you mean 'epoch'?"),
+        ({"implementation": "fused"}, "no optim.implementation 'fused'. Known: foreach, apex"),
         ({"implementation": "apex"}, "'apex' cannot run 'lars', only 'sgd'"),
     ],
 )
@@ -386,7 +380,7 @@ def test_bad_values_are_named(values: dict[str, Any], says: str) -> None:
 
 
 def test_bad_groups_are_named() -> None:
-    with pytest.raises(ValueError, match=r"cannot have 'lr_scal'; did you mean 'lr_scale'\?"):
+    with pytest.raises(ValueError, match=r"cannot have 'lr_scal'. Did you mean 'lr_scale'\?"):
         build_optimizer([{"params": parameters(), "name": "net", "lr_scal": 2}], OptimConfig())
     with pytest.raises(ValueError, match="The 1 groups hold no parameters"):
         build_optimizer([{"params": [], "name": "net"}], OptimConfig())

@@ -27,16 +27,10 @@ from fastcssl.probes.linear import Batches, Head, LinearSettings
 from fastcssl.scopes import plan
 from fastcssl.views import policy, with_size
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 VIEWS = ProbeViews(train=with_size(policy("probe-train-cifar"), 16), val=with_size(policy("probe-val-cifar"), 16))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

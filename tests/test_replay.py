@@ -23,7 +23,7 @@ from fastcssl.replay import Replay, choice
 from fastcssl.run import Run
 from fastcssl.session import Session
 from fastcssl.strategies import Task, find
-from fastcssl.views import policy_for, with_size
+from fastcssl.views import policy, with_size
 
 
 @pytest.fixture(scope="session")
@@ -34,10 +34,8 @@ def four_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def loader(four_tasks: Path) -> Any:
-    policy = with_size(policy_for("simclr", "pnr", "cifar"), 12)
-    with Loader(
-        Prepared.open(four_tasks), LoaderConfig(policy=policy, batch_size=BATCH, seed=3, num_threads=1)
-    ) as made:
+    views = with_size(policy("pnr-simclr-cifar"), 12)
+    with Loader(Prepared.open(four_tasks), LoaderConfig(policy=views, batch_size=BATCH, seed=3, num_threads=1)) as made:
         yield made
 
 

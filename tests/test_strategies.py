@@ -22,6 +22,8 @@ from fastcssl.methods import BankConfig
 from fastcssl.step import Step, optimise
 from fastcssl.strategies import Distilling
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BANK = 70  # of which the current model has filled 48 when it is measured, the frozen one 16
 
 
@@ -41,14 +43,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("strategies") / "data"
     prep_ok("build", "synthetic:classes=20,train=4,val=2", "--scenario", "class", "--tasks", 2, "--out", out)
     return out
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 Benches = Callable[..., "Bench"]

@@ -1,7 +1,6 @@
 """View policies against the references' table."""
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,6 @@ from fastcssl.views import (
     Policy,
     ViewSpec,
     policy,
-    policy_for,
     with_min_scale,
     with_normalisation,
     with_size,
@@ -53,8 +51,6 @@ def test_policies_hold_the_table(name: str) -> None:
     for family, cells in ((words[5], words[6:10]), (words[10], words[11:15])):
         blur_p, solarize_p = [float(x) for x in cells[:2]], [float(x) for x in cells[2:]]
         views = policy(f"{name}-{family}")
-        source, method = name.split("-")
-        assert views is policy_for(method, source, family)
         assert [view.blur_p for view in views] == blur_p
         assert [view.solarize_p for view in views] == solarize_p
         for view in views:
@@ -87,13 +83,6 @@ def test_names_are_complete_and_unknown_ones_suggest_the_nearest() -> None:
         policy("cassle-simclr-cifr")
     with pytest.raises(ValueError, match=r"Known: .*probe-val-imagenet"):
         policy("?")
-    for words, says in (
-        (("mocov2", "pnr", "cifar"), "method 'mocov2'. Did you mean 'moco'"),
-        (("moco", "pnrr", "cifar"), "source 'pnrr'. Did you mean 'pnr'"),
-        (("moco", "pnr", "imagenet100"), "family 'imagenet100'. Did you mean 'imagenet'"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(says)):
-            policy_for(*words)
 
 
 def test_resizing_and_normalising_keep_the_rest() -> None:

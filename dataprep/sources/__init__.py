@@ -74,7 +74,7 @@ def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[s
     request = SourceRequest(kind=kind, where=where, classes_file=classes_file, domains=domains)
     source: Source = known[kind].open_source(request)
     if not len(source.samples):
-        raise PrepError(f"{spec} holds no images.")
+        raise PrepError(f"{spec} holds no images. Check the path, or name another source.")
     if not (~source.samples.is_val_S).any():
-        raise PrepError(f"{spec} holds validation images but no training images.")
+        raise PrepError(f"{spec} holds validation images but no training images. Add some to its training part.")
     return source

@@ -74,7 +74,10 @@ def _from_batches(kind: str, folder: Path, layout: _Layout) -> Source:
             part: npt.NDArray[np.uint8] = _field(content, "data", np.ndarray, folder / name)
             part_labels: list[Any] = _field(content, layout.labels_key, list, folder / name)
             if part.shape != (len(part_labels), 3 * SIZE_PX * SIZE_PX) or part.dtype != np.uint8:
-                raise PrepError(f"{folder / name} holds pixels of shape {part.shape} for {len(part_labels)} labels.")
+                raise PrepError(
+                    f"{folder / name} holds pixels of shape {part.shape} for {len(part_labels)} labels. "
+                    "Unpack it again."
+                )
             parts.append(part)
             labels.extend(part_labels)
         if any(not isinstance(label, int) or not 0 <= label < layout.num_classes for label in labels):

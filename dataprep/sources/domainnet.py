@@ -48,14 +48,17 @@ def _read_list(file: Path, folders: "_FolderCache", class_names: dict[int, str])
             "or choose the domains you have with --domains."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise PrepError(f"The list {file} cannot be read: {error}.") from None
+        raise PrepError(f"The list {file} cannot be read ({error}). Download it again.") from None
     listed: list[tuple[str, int]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         key, _, label = line.strip().rpartition(" ")
         if not key or not label.isdigit():
-            raise PrepError(f'{file}, line {number}: expected "path label", found "{line.strip()[:80]}".')
+            raise PrepError(
+                f'{file}, line {number}: expected "path label", found "{line.strip()[:80]}". Correct it, or download '
+                "the list again."
+            )
         if os.path.isabs(key) or ".." in key.split("/"):
             raise PrepError(f"{file}, line {number}: {key} leaves the data set's folder. Use paths relative to it.")
         if not folders.has(key):

@@ -91,7 +91,9 @@ class BetonFile:
                 raise self._broken("it is shorter than a header")
             self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
         except OSError as error:
-            raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
+            raise BetonError(
+                f"{path} cannot be read ({error.strerror or error}). Check the path and its permissions."
+            ) from error
         size = len(self._bytes)  # what is mapped, should the file have changed since
 
         header = self._table(HEADER, 0, 1)[0]
@@ -192,8 +194,3 @@ class BetonFile:
             f"{self.path} is an FFCV file with other fields than {', '.join(FIELDS)}. "
             "Give the path of a .beton file written by this project."
         )
-
-
-def read_beton(path: Path) -> Iterator[JpegRecord]:
-    """Every record of a finished .beton file in sample order; the file's structure is checked first."""
-    return iter(BetonFile(path))

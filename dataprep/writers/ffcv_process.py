@@ -29,9 +29,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from dataprep.writers import beton
-from dataprep.writers.beton import BetonError, BetonFile, JpegRecord, read_beton
-
-__all__ = ["BetonError", "BetonFile", "JpegRecord", "JpegRecords", "read_beton", "write_beton"]
+from dataprep.writers.beton import BetonError, BetonFile, JpegRecord
 
 _CHUNK = 16  # records a worker takes at a time; also the step in which FFCV counts progress
 _WORKER_DONE = 77  # a worker's exit status after all its work, which no early exit has by chance

@@ -5,12 +5,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 
+from dataprep import help
+from dataprep.help import Flag
 from fastcssl import __version__
 from fastcssl.doctor import Section
+
+PROG = "fastcssl-doctor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +26,17 @@ class Options:
     compute-sanitizer is installed. Exit status: 0 when all is well, 1 when something failed.
     """
 
-    data: Path | None = None  # A folder (or file) whose disk is timed.
-    full: bool = False  # Also run tests/gpu, from a clone of the repository: minutes.
-    json: bool = False  # Print a JSON object in place of the tables.
+    data: Annotated[Path | None, Flag("a folder (or file) whose disk is timed", "DIR")] = None
+    full: Annotated[bool, Flag("also run tests/gpu, from a clone of the repository: minutes")] = False
+    json: Annotated[bool, Flag("print a JSON object in place of the tables")] = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = tyro.cli(Options, args=arguments, prog="fastcssl-doctor", config=(tyro.conf.FlagCreatePairsOff,))
+    words = sys.argv[1:] if arguments is None else arguments
+    if help.is_asked(words):
+        Console().print(help.page(Options, f"{PROG} [--data DIR] [--full] [--json]", [f"{PROG} --data /data/in100"]))
+        return 0
+    options = tyro.cli(Options, args=words, prog=PROG, config=(tyro.conf.FlagCreatePairsOff,))
     console = Console(width=None if sys.stdout.isatty() else 110)
     with Console(stderr=True).status("") as status:
         import torch

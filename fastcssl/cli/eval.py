@@ -10,6 +10,8 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from dataprep import help
+from dataprep.help import Flag
 from fastcssl.cli.endings import ended, explained
 from fastcssl.errors import UserError
 
@@ -18,49 +20,80 @@ if TYPE_CHECKING:
 
 PROG = "fastcssl-eval"
 ProbeName = Literal["linear", "linear-cached", "knn"]
+_LINEAR, _OTHERS = "of the linear probe", "of the other probes"
+_FILES, _PROCESS = "of encoder files that do not say", "this process"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Probes the encoders of runs, all checkpoints side by side, and leaves RUN/evaluations/*.json.
 
-    A run is a folder of fastcssl-train, a folder of several seeds, or an encoder file (with --data; .safetensors, or a
-    state dict of torchvision's with --architecture). What was evaluated before is shown, not computed again. Several
-    GPUs: torchrun --nproc-per-node 8 -m fastcssl.cli.eval RUN.
+    What was evaluated before is shown, not computed again. Several values of a setting are a grid.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    # linear: the paper's, SGD on random crops. linear-cached: logistic regression on features extracted once. knn.
-    probe: tuple[ProbeName, ...] = ("linear",)
-    # all, per-task, domain-aware, domain-agnostic, semi-1, semi-10; none, for downstream sets alone.
-    scope: tuple[str, ...] = ("all",)
-    data: Path | None = None  # A prepared folder or manifest; by default the one the run was trained on.
-    # NAME=DIR: another data set. cifar10, cifar100, stl10 and clipart have the paper's recipe.
-    downstream: tuple[str, ...] = ()
-    # Runs of fastcssl-train --only-task, for plasticity. Folders of such runs, too.
-    references: tuple[Path, ...] = ()
-    random_encoder: bool = True  # Also probe an untrained encoder, for forward transfer.
-    lr: tuple[float, ...] = ()  # Of the linear probe; several are a grid. By default the method's own.
-    batch_size: tuple[
-        int, ...
-    ] = ()  # Over all ranks; several are a grid. By default the paper's: 128 for 32 px, or 256.
-    momentum: tuple[float, ...] = (0.9,)  # 0.9 as CaSSLe's code, 0 as PNR's.
-    epochs: int = 100  # Of the linear probe; its learning rate drops at 60 % and 80 %.
-    strength: tuple[float, ...] = (1.0,)  # Of linear-cached: scikit-learn's C.
-    k: int = 20
-    metric: tuple[Literal["cosine", "euclidean"], ...] = ("cosine", "euclidean")  # Of knn.
-    size_px: int | None = None  # Of the images that encoders see. By default as they were trained.
-    seed: int = 0  # Of the probe's order, crops and first weights.
-    architecture: str | None = None  # Of an encoder file that does not say: resnet18, torchvision:resnet50, ...
-    stem: Literal["imagenet", "cifar"] = "imagenet"  # Of such a resnet.
-    family: Literal["imagenet", "cifar"] = "imagenet"  # How such a file's encoder saw images: size, normalisation.
-    out: Path | None = None  # Where the results of an encoder file go. By default a folder beside it.
-    again: bool = False  # Compute also what is known.
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # Of the encoders.
-    loader: str = "auto"
-    num_threads: int | None = None  # Of the loader. By default one a core, shared by the ranks of a machine.
-    checkpoint_minutes: float = 5.0  # How often a long probe saves what it has learnt.
+    runs: Annotated[
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        Flag(
+            "a folder of fastcssl-train, a folder of several seeds, or an encoder file (.safetensors, or a state dict "
+            "of torchvision's with --architecture)",
+            "RUN",
+        ),
+    ] = ()
+    probe: Annotated[
+        tuple[ProbeName, ...],
+        Flag("linear is the paper's, SGD on random crops; linear-cached solves it on features extracted once; knn"),
+    ] = ("linear",)
+    scope: Annotated[
+        tuple[str, ...],
+        Flag("all, per-task, domain-aware, domain-agnostic, semi-1, semi-10; none, for downstream sets alone"),
+    ] = ("all",)
+    data: Annotated[Path | None, Flag("a prepared folder or manifest; by default the run's own", "DIR")] = None
+    downstream: Annotated[
+        tuple[str, ...],
+        Flag("other data; cifar10, cifar100, stl10 and clipart have the paper's recipe", "NAME=DIR"),
+    ] = ()
+    references: Annotated[
+        tuple[Path, ...], Flag("runs of fastcssl-train --only-task, or folders of them, for plasticity", "RUN")
+    ] = ()
+    random_encoder: Annotated[bool, Flag("do without the untrained encoder, and so without forward transfer")] = True
+    size_px: Annotated[int | None, Flag("of the images that encoders see; by default as they were trained", "N")] = None
+    again: Annotated[bool, Flag("compute also what is known")] = False
+    lr: Annotated[tuple[float, ...], Flag("by default the method's own", "X", _LINEAR)] = ()
+    batch_size: Annotated[
+        tuple[int, ...], Flag("over all ranks; by default the paper's: 128 for 32 px, else 256", "N", _LINEAR)
+    ] = ()
+    momentum: Annotated[tuple[float, ...], Flag("as CaSSLe's code; PNR's has 0", group=_LINEAR)] = (0.9,)
+    epochs: Annotated[int, Flag("the learning rate drops at 60 % and 80 % of them", group=_LINEAR)] = 100
+    seed: Annotated[int, Flag("of order, crops and first weights", group=_LINEAR)] = 0
+    strength: Annotated[tuple[float, ...], Flag("of linear-cached: scikit-learn's C", group=_OTHERS)] = (1.0,)
+    k: Annotated[int, Flag("neighbours of knn", group=_OTHERS)] = 20
+    metric: Annotated[tuple[Literal["cosine", "euclidean"], ...], Flag("of knn", group=_OTHERS)] = (
+        "cosine",
+        "euclidean",
+    )
+    architecture: Annotated[str | None, Flag("resnet18, torchvision:resnet50, ...", "NAME", _FILES)] = None
+    stem: Annotated[Literal["imagenet", "cifar"], Flag("or cifar: of a resnet", group=_FILES)] = "imagenet"
+    family: Annotated[Literal["imagenet", "cifar"], Flag("or cifar: size and normalisation", group=_FILES)] = "imagenet"
+    out: Annotated[Path | None, Flag("where the results go; by default beside the file", "DIR", _FILES)] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], Flag("or cpu, cuda", group=_PROCESS)] = "auto"
+    precision: Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"], Flag("or bf16, fp16, fp32: of the encoders", group=_PROCESS)
+    ] = "auto"
+    loader: Annotated[str, Flag("or native, resident, ffcv, dali, torchvision", group=_PROCESS)] = "auto"
+    num_threads: Annotated[
+        int | None, Flag("of the loader; by default one a core, shared by a machine's ranks", "N", _PROCESS)
+    ] = None
+    checkpoint_minutes: Annotated[float, Flag("between two saves of a long probe", group=_PROCESS)] = 5.0
+
+
+_EXAMPLES = (
+    f"{PROG} runs/pnr",
+    f"{PROG} runs/pnr runs/cassle --probe linear-cached knn",
+    f"{PROG} runs/pnr --scope none --downstream stl10=/data/stl10",
+    f"{PROG} resnet50.pth --architecture torchvision:resnet50 --data /data/in100",
+    "torchrun --nproc-per-node 8 -m fastcssl.cli.eval runs/pnr",
+)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -68,6 +101,9 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(words: list[str], console: Console) -> int:
+    if help.is_asked(words):
+        console.print(help.page(Options, f"{PROG} RUN [RUN...] [FLAGS]", _EXAMPLES))
+        return 0
     options = tyro.cli(Options, prog=PROG, args=words, console_outputs=not console.quiet)
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")

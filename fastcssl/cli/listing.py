@@ -18,6 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dataprep.help import grid
 from fastcssl.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, Recipe, flat
 
 PROG = "fastcssl-train"
@@ -159,15 +160,15 @@ def usage(words: Sequence[str] = ()) -> RenderableType:
     ]
     missing = known[len(words) :]
     sentence = " ".join((PROG, *words, *(name for name, _ in missing)))
-    grid = _grid()
+    rows = grid()
     for name, names in missing:
-        grid.add_row(Text(name, "cyan"), Text(", ".join(names)))
+        rows.add_row(Text(name, "cyan"), Text(", ".join(names)))
     return Group(
         Text.assemble(("usage: ", "bold"), f"{sentence} --data DIR [--out RUN] [FLAGS]"),
         Text(f"       {PROG} --list [RECIPE [METHOD STRATEGY]]"),
         Text(f"       {PROG} status RUN"),
         Text("\nTrains an encoder task after task. Stop it anywhere: the same command goes on.\n"),
-        grid,
+        rows,
         Text(f"\n{PROG} demo moco pnr --help shows the flags, --list what the words mean.", "dim"),
     )
 
@@ -175,7 +176,7 @@ def usage(words: Sequence[str] = ()) -> RenderableType:
 def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
     """With the three words: the common flags, then every other value, by groups."""
     config, about_of = dict(flat(found.config)), dict(_comments(found.config))
-    common = _grid()
+    common = grid()
     for flag, metavar, about, key in COMMON:
         value = config[key] if key else None
         text = f"{about} ({out})" if flag == "--out" else about
@@ -187,23 +188,16 @@ def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
     ]
     shown = {key for *_, key in COMMON}
     for heading, keys in _groups(found):
-        grid = _grid()
+        rows = grid()
         for key, value in keys.items():
             if key not in shown:
-                grid.add_row(_flag(flag_of(key), _plain(value)), Text(about_of[key], "dim"))
-        parts += [Text(f"\n{heading}", "bold"), grid]
+                rows.add_row(_flag(flag_of(key), _plain(value)), Text(about_of[key], "dim"))
+        parts += [Text(f"\n{heading}", "bold"), rows]
     return Group(*parts)
 
 
 def _flag(flag: str, value: str) -> Text:
     return Text.assemble((flag, "cyan"), " ", value)
-
-
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    return grid
 
 
 def _comments(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

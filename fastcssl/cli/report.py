@@ -8,6 +8,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from dataprep import help
+from dataprep.help import Flag
 from fastcssl.cli.endings import ended
 from fastcssl.errors import UserError
 
@@ -22,10 +24,10 @@ class Options:
     run that was not evaluated shows its training. The page needs nothing but itself; each picture is a PNG file too.
     """
 
-    # Folders that fastcssl-train wrote.
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN...]")] = ()
-    # Where the page and its pictures go. By default RUN/report, or ./report for several runs.
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Flag("folders that fastcssl-train wrote", "RUN")] = ()
+    out: Annotated[
+        Path | None, Flag("for the page and its pictures; by default RUN/report, or ./report for several runs", "DIR")
+    ] = None
 
 
 def main(args: list[str] | None = None) -> int:
@@ -33,6 +35,9 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(words: list[str], console: Console) -> int:
+    if help.is_asked(words):
+        console.print(help.page(Options, f"{PROG} RUN [RUN...] [--out DIR]", [f"{PROG} runs/pnr runs/cassle"]))
+        return 0
     options = tyro.cli(Options, prog=PROG, args=words)
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")

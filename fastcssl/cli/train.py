@@ -172,13 +172,13 @@ def _seeds(options: Options, args: Sequence[str]) -> tuple[int, ...]:
     if options.seeds is None:
         return ()
     if any(arg.partition("=")[0] == "--seed" for arg in args):
-        raise UserError("--seed and --seeds exclude each other.")
+        raise UserError("--seed and --seeds exclude each other. Leave one out.")
     parts = [part.strip() for part in options.seeds.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise UserError(f"--seeds {options.seeds!r}: give numbers with commas, such as --seeds 5,6,7.")
     seeds = tuple(map(int, parts))
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds {options.seeds}: a seed is there twice.")
+        raise UserError(f"--seeds {options.seeds}: a seed is there twice. Name each once.")
     return seeds
 
 

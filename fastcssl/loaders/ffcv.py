@@ -123,7 +123,9 @@ class FfcvBackend:
             error = _settled(beton, part)
             if error is not None:
                 why = f"{type(error).__name__}: {error}"
-                raise LoaderError(f"FFCV stopped while reading {beton.path} ({why}).") from error
+                raise LoaderError(
+                    f"FFCV stopped while reading {beton.path} ({why}). Use --loader torchvision, or report this."
+                ) from error
             status_N = part.status_N.result()
             for i in np.flatnonzero(status_N).tolist():
                 place = int(part.place_N[i])

@@ -58,6 +58,10 @@ class Loader:
 
     def __init__(self, data: Prepared, config: LoaderConfig, world: World | None = None) -> None:
         self.data, self.config, self.world = data, config, world or World()
+        if config.num_threads is not None and config.num_threads < 1:
+            raise LoaderError(f"--num-threads {config.num_threads}: use at least one, or leave it out for one a core.")
+        if config.prefetch < 1:
+            raise LoaderError(f"--prefetch {config.prefetch}: at least one batch has to be under way. Use 1 or more.")
         local_batch_size = local_size(config.batch_size, self.world)
         kind = choose(data, config.loader)
         if config.augment == "dali" and kind.name != "dali":
@@ -149,7 +153,9 @@ class Stream:
         """The epoch of that number then begins where the state was taken. Any number of ranks may take it up."""
         for key, value in (("num_samples", len(self._rows)), ("batch_size", self._config.batch_size)):
             if state[key] != value:
-                raise LoaderError(f"The saved position has {key} {state[key]}, this loader {value}. It cannot go on.")
+                raise LoaderError(
+                    f"The saved position has {key} {state[key]}, this loader {value}. Use the same data and batch size."
+                )
         self._resume = (state["epoch"], state["batch"])
 
     def epoch(self, number: int) -> Iterator[Batch]:

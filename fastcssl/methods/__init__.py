@@ -10,13 +10,10 @@ To add one: a module here, or in a package with an entry point in the group "fas
 subclass as METHOD. The conformance suite finds it.
 """
 
-import importlib
 import math
-import pkgutil
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,9 +22,8 @@ from torch import Tensor, nn
 from fastcssl import ops
 from fastcssl.copies import AtTaskStart, Bank, Copy, Initial
 from fastcssl.dist import World, synchronised
-from fastcssl.errors import UserError
 from fastcssl.nets import Online
-from fastcssl.words import nearest
+from fastcssl.plugins import Plugins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,20 +98,26 @@ class MethodConfig:
     """What every method has."""
 
     hidden: int = 2048  # width of the projector's hidden layer
-    dim: int = 128  # D
+    dim: int = 128  # width of the embedding
 
     def __post_init__(self) -> None:
         for key in ("hidden", "dim"):
             if getattr(self, key) < 1:
                 raise ValueError(f"method.{key} is {getattr(self, key)}; give a width of at least 1.")
+        for key in ("temperature", "align_temperature"):  # of those that have them
+            if not 0 < getattr(self, key, 1.0) < math.inf:
+                raise ValueError(f"method.{key} is {getattr(self, key)}; give a number above 0.")
+        for key in ("ema_base", "ema_final"):
+            if not 0 <= getattr(self, key, 1.0) <= 1:
+                raise ValueError(f"method.{key} is {getattr(self, key)}; give a share from 0 to 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BankConfig:
     size: int = 65536  # rows; the "queue size" of the papers
-    at_task_start: AtTaskStart = "keep"
-    initial: Initial = "empty"  # or full of random directions, as in the references
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # what keys are rounded to; half of the memory
+    at_task_start: AtTaskStart = "keep"  # prefill: with embeddings of the new task's images
+    initial: Initial = "empty"  # random: full of random directions, as in the references
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of the keys; the shorter take half the memory
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -207,46 +209,8 @@ def contrast(groups: list[Rows], pushes: Sequence[Sequence[Push]] = ()) -> Tenso
     return torch.stack([loss_M.mean() for loss_M in losses]).mean()
 
 
-GROUP = "fastcssl.methods"
-
-
-def _own() -> tuple[str, ...]:
-    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__)))
-
-
-def names() -> tuple[str, ...]:
-    return tuple(sorted({*_own(), *(point.name for point in entry_points(group=GROUP))}))
-
-
-def find(name: str) -> type[Method]:
-    """The class METHOD of a module here, or what an entry point names."""
-    if name in _own():
-        found: Any = importlib.import_module(f"{__name__}.{name}").METHOD
-    elif name in names():
-        point = next(iter(entry_points(group=GROUP, name=name)))
-        try:
-            found = point.load()
-        except Exception as error:  # someone else's code
-            raise UserError(
-                f"The method {name!r} ({point.value}) cannot be loaded: {error}. Repair or uninstall its package."
-            ) from error
-    else:
-        raise ValueError(f"There is no method {name!r}. {nearest(name, names())}")
-    method: type[Method] = found
-    return method
-
-
-def method_of(config: MethodConfig) -> type[Method]:
-    """The method that a configuration belongs to."""
-    for known in (_own, names):  # the second is slow: it reads what every installed package says of itself
-        for name in known():
-            try:
-                found = find(name)
-            except UserError:  # a plug-in that is not the one asked for
-                continue
-            if type(config) is found.Config:
-                return found
-    raise ValueError(f"{type(config).__name__} belongs to no method; known are {', '.join(names())}.")
+_PLUGINS: Plugins[Method] = Plugins("method", __name__)
+names, find, method_of = _PLUGINS.names, _PLUGINS.find, _PLUGINS.of
 
 
 def build(config: MethodConfig, encoder: nn.Module, setting: Setting) -> Method:

@@ -20,9 +20,9 @@ from fastcssl.nets import mlp, seeded
 class ByolConfig(MethodConfig):
     hidden: int = 4096
     dim: int = 256
-    predictor_hidden: int = 8192
-    ema_base: float = 0.99
-    ema_final: float = 1.0
+    predictor_hidden: int = 8192  # width of the predictor's hidden layer
+    ema_base: float = 0.99  # of the slow network, at the start of a task
+    ema_final: float = 1.0  # and at its end
 
 
 class Byol(Method):

@@ -18,10 +18,10 @@ from fastcssl.nets import mlp, seeded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MocoConfig(MethodConfig):
-    temperature: float = 0.2
-    align_temperature: float = 0.2
-    ema_base: float = 0.99
-    ema_final: float = 0.999
+    temperature: float = 0.2  # of the loss
+    align_temperature: float = 0.2  # of the pull to the frozen network
+    ema_base: float = 0.99  # of the slow network, at the start of a task
+    ema_final: float = 0.999  # and at its end
     bank: BankConfig = field(default_factory=BankConfig)
 
 

@@ -17,8 +17,8 @@ from fastcssl.nets import mlp, seeded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimclrConfig(MethodConfig):
-    temperature: float = 0.2
-    align_temperature: float = 0.2
+    temperature: float = 0.2  # of the loss
+    align_temperature: float = 0.2  # of the pull to the frozen network
 
 
 class Simclr(Method):

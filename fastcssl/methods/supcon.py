@@ -17,7 +17,7 @@ from fastcssl.methods.simclr import Simclr, SimclrConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupconConfig(SimclrConfig):
-    temperature: float = 0.1
+    temperature: float = 0.1  # of the loss
 
 
 class Supcon(Simclr):

@@ -21,9 +21,9 @@ from fastcssl.nets import mlp, seeded
 class VicregConfig(MethodConfig):
     hidden: int = 2048
     dim: int = 2048
-    similarity_weight: float = 25.0
-    variance_weight: float = 25.0
-    covariance_weight: float = 1.0
+    similarity_weight: float = 25.0  # of the views' squared difference
+    variance_weight: float = 25.0  # of dimensions that vary too little
+    covariance_weight: float = 1.0  # of dimensions that vary together
 
 
 class Vicreg(Method):

@@ -27,7 +27,6 @@ class LinearHead:
     weight_CF: Tensor
     bias_C: Tensor
     label_C: Tensor
-    num_iterations: int  # that the fit took
     loss: float  # mean cross-entropy of the training rows + penalty
 
     def predict(self, found: Features) -> Tensor:
@@ -83,7 +82,6 @@ def fit_linear(
             weight_CF=weight_CF,
             bias_C=found[:, -1] - weight_CF @ mean_F,
             label_C=label_C,
-            num_iterations=int(solver.state[theta].get("n_iter", 0)),
             loss=objective(found)[0],
         )
 

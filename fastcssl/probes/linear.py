@@ -126,7 +126,7 @@ class Training:
     """Everything that SGD changes, and where it stands. lanes[encoder][group]: one for each batch size."""
 
     def __init__(self, contenders: Sequence[Contender[LinearSettings]], bench: Bench) -> None:
-        self.contenders, self._bench = contenders, bench
+        self.contenders = contenders
         self.epoch = self.batch = 0
         self.heads: list[list[list[Head]]] = []  # [encoder][setting][group]
         self.lanes: list[list[list[_Lane]]] = []

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastcssl.errors import UserError
-from fastcssl.recipes.experiments import ABLATIONS, RECIPES, Data, Family
+from fastcssl.recipes.experiments import ABLATIONS, RECIPES, Data
 from fastcssl.recipes.ours import OWN
 from fastcssl.recipes.paper import PAPER
 from fastcssl.recipes.rows import COMMAND_LINE, OURS, SCRIPT, Authors, Row, Settings, Table
 from fastcssl.recipes.scripts import CASSLE, PNR
-from fastcssl.views import EXTRAPOLATED, POLICIES
+from fastcssl.views import EXTRAPOLATED, POLICIES, Family
 from fastcssl.words import nearest
 
 if TYPE_CHECKING:

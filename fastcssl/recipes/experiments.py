@@ -1,9 +1,8 @@
 """The experiments by name: what each trains on, and what the paper takes away from one to see what it was for."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-Family = Literal["cifar", "imagenet"]  # decides the stem, the size and the views
+from fastcssl.views import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +13,7 @@ class Data:
     source: str  # as fastcssl-prep names it
     scenario: str
     num_tasks: int
-    family: Family
+    family: Family  # decides the stem, the size and the views
     like: str = ""  # the data whose numbers it takes, where it has none of its own
 
 

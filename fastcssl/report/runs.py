@@ -129,7 +129,7 @@ def read_run(folder: Path | str) -> RunRecord:
         sources=described["sources"],
         data=described["data"],
         task_names=tuple(described["task_names"]),
-        machine=Machine.of(described["machine"]),
+        machine=described["machine"],
         status=status,
         steps=steps,
         epochs=epochs,
@@ -163,6 +163,7 @@ def _described(folder: Path) -> dict[str, Any]:
         for key, kind in _KEYS.items():
             if not isinstance(described.get(key), kind):
                 raise TypeError(f"{key} is {'damaged' if key in described else 'missing'}")
+        described["machine"] = Machine(**described["machine"])
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}). Resuming the run writes it anew.") from None
     found: dict[str, Any] = described
@@ -176,7 +177,7 @@ def _check_lines(path: Path) -> None:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}). Check its permissions.") from None
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         if not (line.startswith(b"{") and line.endswith(b"}")) or b"\0" in line:
             raise UserError(

@@ -6,12 +6,9 @@ To add one: a module here, or in a package with an entry point in the group "fas
 `Strategy` subclass as STRATEGY. The conformance suite finds it.
 """
 
-import importlib
-import pkgutil
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
@@ -19,11 +16,10 @@ from torch import Tensor, nn
 from fastcssl.copies import Bank, FrozenCopy
 from fastcssl.data import Selection
 from fastcssl.dist import synchronised
-from fastcssl.errors import UserError
 from fastcssl.loaders.stream import Stream
 from fastcssl.methods import Inputs, Method, Setting
 from fastcssl.nets import mlp, seeded
-from fastcssl.words import nearest
+from fastcssl.plugins import Plugins
 
 Frozen = Literal["eval", "batch"]  # how the frozen network's BatchNorm normalises
 
@@ -118,46 +114,8 @@ class Distilling(Strategy):
         return tuple(self.frozen(view)[1] for view in inputs.views)
 
 
-GROUP = "fastcssl.strategies"
-
-
-def _own() -> tuple[str, ...]:
-    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__)))
-
-
-def names() -> tuple[str, ...]:
-    return tuple(sorted({*_own(), *(point.name for point in entry_points(group=GROUP))}))
-
-
-def find(name: str) -> type[Strategy]:
-    """The class STRATEGY of a module here, or what an entry point names."""
-    if name in _own():
-        found: Any = importlib.import_module(f"{__name__}.{name}").STRATEGY
-    elif name in names():
-        point = next(iter(entry_points(group=GROUP, name=name)))
-        try:
-            found = point.load()
-        except Exception as error:  # someone else's code
-            raise UserError(
-                f"The strategy {name!r} ({point.value}) cannot be loaded: {error}. Repair or uninstall its package."
-            ) from error
-    else:
-        raise ValueError(f"There is no strategy {name!r}. {nearest(name, names())}")
-    strategy: type[Strategy] = found
-    return strategy
-
-
-def strategy_of(config: StrategyConfig) -> type[Strategy]:
-    """The strategy that a configuration belongs to."""
-    for known in (_own, names):  # the second is slow: it reads what every installed package says of itself
-        for name in known():
-            try:
-                found = find(name)
-            except UserError:  # a plug-in that is not the one asked for
-                continue
-            if type(config) is found.Config:
-                return found
-    raise ValueError(f"{type(config).__name__} belongs to no strategy; known are {', '.join(names())}.")
+_PLUGINS: Plugins[Strategy] = Plugins("strategy", __name__)
+names, find, strategy_of = _PLUGINS.names, _PLUGINS.find, _PLUGINS.of
 
 
 def build(config: StrategyConfig, setting: Setting) -> Strategy:

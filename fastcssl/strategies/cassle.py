@@ -16,7 +16,7 @@ from fastcssl.strategies import Distilling, Frozen, StrategyConfig, Task
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CassleConfig(StrategyConfig):
     weight: float = 1.0  # of align; lambda_d in the release, over the method's own factor
-    frozen: Frozen = "eval"
+    frozen: Frozen = "eval"  # batch: normalise by batch statistics, as the release
 
 
 class Cassle(Distilling):

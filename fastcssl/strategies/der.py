@@ -32,7 +32,7 @@ from fastcssl.strategies import Strategy, StrategyConfig, Task
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerConfig(StrategyConfig):
     budget: int = 1000  # samples kept of all earlier tasks together
-    alpha: float = 0.1
+    alpha: float = 0.1  # weight of the replayed samples' distance
 
     def __post_init__(self) -> None:
         check_budget(self.budget)

@@ -21,8 +21,8 @@ from fastcssl.strategies import Frozen, Strategy, StrategyConfig, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LessforgetConfig(StrategyConfig):
-    weight: float = 1.0
-    frozen: Frozen = "eval"
+    weight: float = 1.0  # of the features' distance
+    frozen: Frozen = "eval"  # batch: normalise by batch statistics
 
 
 class Lessforget(Strategy):

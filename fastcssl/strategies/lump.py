@@ -26,7 +26,7 @@ from fastcssl.strategies import Strategy, StrategyConfig, Task
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LumpConfig(StrategyConfig):
     budget: int = 1000  # samples kept of all earlier tasks together
-    alpha: float = 0.4
+    alpha: float = 0.4  # the mixture's share is drawn from Beta(alpha, alpha)
 
     def __post_init__(self) -> None:
         check_budget(self.budget)

@@ -16,6 +16,7 @@ other view's frozen embedding does. `exclude_same_label` hides them, the row's o
 L1, which keeps its positives in the denominator as SupCon's loss has them, and both models' from L2.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,14 +35,18 @@ Form = Literal["code", "paper"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PnrConfig(StrategyConfig):
-    form: Form = "code"
-    pn1: bool = True  # frozen negatives in L1; contrastive methods only
-    pn2: bool = True  # current negatives in L2; for the others: repel at all
+    form: Form = "code"  # as released, or as the paper prints it
+    pn1: bool = True  # frozen negatives in the plasticity term; contrastive methods only
+    pn2: bool = True  # current negatives in the stability term; for the others: repel at all
     weight: float = 1.0  # of repel, for methods without negatives; lambda in the paper
     align_weight: float = 1.0  # of align, for methods without negatives
-    temperature: float = 0.2  # of L2
+    temperature: float = 0.2  # of the stability term
     exclude_same_label: bool = False  # from the negatives; supervised methods only
-    frozen: Frozen = "eval"
+    frozen: Frozen = "eval"  # batch: normalise by batch statistics
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"strategy.temperature is {self.temperature}; give a number above 0.")
 
 
 class Pnr(Distilling):
@@ -59,8 +64,8 @@ class Pnr(Distilling):
             )
         if config.exclude_same_label and not method.supervised:
             raise UserError(
-                f"strategy.exclude_same_label is on, but {method.name} does not know labels. Leave it off, or use "
-                "--method supcon."
+                f"strategy.exclude_same_label is on, but {method.name} does not know labels. Leave it off, or "
+                "train supcon."
             )
 
     def begin_task(self, task: Task, method: Method) -> None:
