@@ -78,7 +78,8 @@ class Shell:
             ends_well(train.main, words)
             return
         (recipe, method, *_), _, flags = recipe_of(words)
-        shape = tuple(sorted(flag for flag in words if flag.startswith("--")))
+        # Dotted flags are values of the configuration, which is built of every command.
+        shape = tuple(sorted(flag for flag in words if flag.startswith("--") and "." not in flag))
         if not self.first("train", shape) and launch is None:
             values = [word for word in flags if word not in (value_of("--data", words), value_of("--out", words))]
             (configured if self.first("configured", *values) else has_flags)(words)

@@ -109,24 +109,23 @@ class StandIns:
             torch.save(torchvision.models.resnet50(weights=None).state_dict(), path)
             return
         if path.suffix == ".safetensors":
-            shutil.copy(self._kept("pnr") / "encoders" / "task0.safetensors", path)
+            shutil.copy(self._kept("imagenet100-class5", "pnr") / "encoders" / "task0.safetensors", path)
             return
         number = re.search(r"only.*?(\d+)$", where)
         if number or path.name == "only":
-            kept = self._kept("only", "--only-task", number[1] if number else "1")
+            kept = self._kept("imagenet100-class5", "finetune", "--only-task", number[1] if number else "1")
             path = path if number else path / "moco1"
         else:
-            kept = self._kept("pnr")
+            kept = self._kept("domainnet-domain6" if "domainnet" in where else "imagenet100-class5", "pnr")
         shutil.copytree(kept, path)
 
-    def _kept(self, name: str, *flags: str) -> Path:
+    def _kept(self, recipe: str, strategy: str, *flags: str) -> Path:
         """Trained once; copies serve."""
-        folder = self.root / "kept" / "-".join((name, *flags[1:]))
+        folder = self.root / "kept" / "-".join((recipe, strategy, *flags[1:]))
         if not folder.exists():
-            self.prepared("/".join((str(self.root), "data/in100")), "imagenet100-class5")
-            strategy = "finetune" if flags else "pnr"
-            words = ["imagenet100-class5", "moco", strategy]
-            words += ["--data", f"{self.root}/data/in100", "--out", str(folder), *flags]
+            data = f"{self.root}/data/{'domainnet' if 'domainnet' in recipe else 'in100'}"
+            self.prepared(data, recipe)
+            words = [recipe, "moco", strategy, "--data", data, "--out", str(folder), *flags]
             assert train_command.main(small(words)) == 0
         return folder
 
@@ -215,6 +214,8 @@ def small(words: Sequence[str]) -> list[str]:
     if found.config.encoder.name.startswith(("torchvision:", "timm:", "vit")):  # it may be what the command shows
         flags = {key: value for key, value in flags.items() if key != "encoder.name"}
         flags["views.size-px"] = "32"
+    if "--seeds" in words:
+        flags["seeds"] = "5,6"
     return [*words, *(word for key, value in flags.items() for word in (f"--{key}", value))]
 
 
