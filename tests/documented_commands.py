@@ -89,7 +89,7 @@ class Shell:
         if start := value_of("--from", words):
             self.standins.start(start, recipe, method)
         out = value_of("--out", words)
-        if out and not start:
+        if out and out != (start or "").partition("@")[0]:
             shutil.rmtree(self.standins.cwd / out, ignore_errors=True)  # of another command in another document
         if launch is not None:
             launch(small(words))
