@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from made_runs import accuracies, evaluated, made_run
 
-from fastcssl.config import plain
+from fastcssl.config import ExpectConfig, plain
 from fastcssl.recipes import RECIPES, recipe, settled
 from fastcssl.report import report_runs
 from fastcssl.report.comparison import _is_beside, _plain, compared, mark, shown
@@ -130,3 +130,12 @@ def test_axes_take_names_only_where_they_fit(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     assert short_names(evaluated(run)) == ["0", "1", "2"]
     assert short_names(evaluated(run, columns=["real", "sketch", "quickdraw"])) == ["real", "sketch", "quickdraw"]
+
+
+def test_settings_of_a_recipe_on_other_data_are_said_to_be_that(tmp_path: Path) -> None:
+    own = made_run(tmp_path / "own")
+    other = made_run(tmp_path / "other", expect=ExpectConfig())
+    for run, about in ((own, RECIPES["demo"].about), (other, "its settings, on other data")):
+        evaluated(run)
+        (table,) = compared([read_run(run)])
+        assert table.about == about

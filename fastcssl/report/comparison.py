@@ -122,14 +122,22 @@ def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
     for members in groups.values():
         run, found = members[0]
         place = _place(run, found)
-        about = RECIPES[run.recipe].about if run.recipe in RECIPES else ""
         if place not in tables:
             alike = [other for run_, other in pairs if _place(run_, other)[:3] == place[:3]]
-            tables[place] = Comparison(recipe=run.recipe, about=about, evaluation=evaluation_title(found, alike))
+            tables[place] = Comparison(recipe=run.recipe, about=_about(run), evaluation=evaluation_title(found, alike))
         tables[place].rows.append(_row(members, family[(*place, run.title)]))
     for table in tables.values():
         table.rows.sort(key=lambda row: (order(row.runs[0].method, row.runs[0].strategy), row.title))
     return sorted(tables.values(), key=_order)
+
+
+def _about(run: RunRecord) -> str:
+    """What was trained on; a run may have taken a recipe's settings to data of its own."""
+    if run.recipe not in RECIPES:
+        return ""
+    data = RECIPES[run.recipe]
+    expected = tuple(run.values.get(f"expect.{name}") for name in ("source", "scenario", "num_tasks"))
+    return data.about if expected == (data.source, data.scenario, data.num_tasks) else "its settings, on other data"
 
 
 def _order(table: Comparison) -> tuple[str, int, bool, str]:
