@@ -21,7 +21,7 @@ demo: $(VENV)/installed
 ## make test: lint, types, and the whole test suite with every back end
 # Two processes of one computing thread each: more threads than cores make torch crawl.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -72,6 +72,7 @@ def _train(run: Run, session: Session) -> Outcome:
         module = Step(method, strategy)
         module.train()
         if config.compile != "off":
+            torch.compiler.reset()  # it gives up after eight modules of one class, and this is a task's
             module.compile(backend=config.compile)
         wrapped = across_ranks(module, run.world, run.device)
         optimizer = build_optimizer(module.groups(), config.optim)

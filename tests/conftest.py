@@ -52,6 +52,23 @@ def decoded(jpeg: bytes) -> Pixels:
     return np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"))
 
 
+# The longest files first, so that no process of two is left alone with one at the end.
+_LONG = ("test_synthetic", "test_documentation", "test_loaders", "test_build", "test_ranks", "test_benchmark_kernel")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(_LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(_LONG)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """torch compiles eight modules of one class in a process and then gives up: a file does not inherit another's."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Matrices this small gain nothing from more, and wait for them on a busy machine."""

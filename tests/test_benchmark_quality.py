@@ -20,7 +20,7 @@ def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_quality_goes_on_where_it_stopped(tmp_path: Path) -> None:
     numbers = tmp_path / "quality.jsonl"
     args = ("--study", "smoke", "--work", tmp_path / "work", "--json", numbers)
-    smoke("quality", *args)
+    smoke("quality", *args, width=999)
     lines = read_lines(numbers)
     assert [(line["strategy"], line["seed"]) for line in lines] == [
         (strategy, seed) for seed in (5, 6) for strategy in ("joint", "pnr", "finetune")
@@ -35,7 +35,7 @@ def test_quality_goes_on_where_it_stopped(tmp_path: Path) -> None:
         if line["strategy"] == "finetune":  # it goes on from the other's first task
             assert line["knn_t_i"][0] == lines[1 if line["seed"] == 5 else 4]["knn_t_i"][0]
     numbers.write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
-    said = smoke("quality", *args).said
+    said = smoke("quality", *args, width=999).said
     again = read_lines(numbers)
     assert again[:5] == lines[:5] and again[5]["knn_t_i"] == lines[5]["knn_t_i"]
     assert "finetune" in said and "±" in said

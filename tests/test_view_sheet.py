@@ -71,7 +71,7 @@ def test_views_have_torchvisions_histograms(built: Path) -> None:
                     mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (spec.mean, spec.std))
                     levels = ((batch.views[v] * std + mean) * 255).round().clamp(0, 255)
                     ours[v].append(levels.permute(0, 2, 3, 1).numpy().astype(np.uint8))
-    array = [np.load(built / s.path) for s in data.manifest.shards if s.split == "train"]
+    array = [np.load(built / s.path) for s in data.manifest.shards if (s.split, s.format) == ("train", "array")]
     images = [Image.fromarray(pixels) for pixels in np.concatenate(array)]
     torch.manual_seed(0)
     for v, spec in enumerate(views):
