@@ -13,13 +13,15 @@ import os
 import platform
 import signal
 import statistics
-import subprocess
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastcssl.checkout import git
+
+_HERE = Path(__file__).parent
 _CHANGES = ("status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)benchmarks/results")
 
 
@@ -158,9 +160,9 @@ def peak_rss_mb() -> float:
 def environment(packages: Iterable[str], **more: Any) -> dict[str, Any]:
     """Where numbers come from: commit, versions, processor, how busy the machine was."""
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": git(_HERE, "rev-parse", "HEAD"),
         # Of files that git knows, but for what benchmarks write.
-        "is_modified": None if (changes := _git(*_CHANGES)) is None else bool(changes),
+        "is_modified": None if (changes := git(_HERE, *_CHANGES)) is None else bool(changes),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
         "cpu": _cpu_model(),
@@ -169,15 +171,6 @@ def environment(packages: Iterable[str], **more: Any) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         **more,
     }
-
-
-def _git(*words: str) -> str | None:
-    """What git says here; None where there is no repository."""
-    try:
-        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:

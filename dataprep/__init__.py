@@ -4,8 +4,9 @@ From Python (docs/python.md): `build_data`, `split_data`, `verify_data`, `draw_s
 up when they are first used, so that importing this package costs nothing.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from dataprep.names import homes, on_demand
 
 if TYPE_CHECKING:
     from dataprep.api import build_data, draw_sheet, split_data, verify_data
@@ -30,20 +31,13 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker reads the imports above, and so knows a misspelt name
-    _HOMES = {
-        "api": ("build_data", "draw_sheet", "split_data", "verify_data"),
-        "build": ("BuildJob", "BuildResult"),
-        "errors": ("Interrupted", "PrepError"),
-        "manifest": ("Manifest", "ManifestError", "load_manifest"),
-        "verify": ("Verification",),
-    }
-    _HOME = {name: module for module, names in _HOMES.items() for name in names}
-
-    def __getattr__(name):
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-        return found
-
-    def __dir__():
-        return sorted({*globals(), *__all__})
+    _HOME = homes(
+        {
+            "api": ("build_data", "draw_sheet", "split_data", "verify_data"),
+            "build": ("BuildJob", "BuildResult"),
+            "errors": ("Interrupted", "PrepError"),
+            "manifest": ("Manifest", "ManifestError", "load_manifest"),
+            "verify": ("Verification",),
+        }
+    )
+    __getattr__, __dir__ = on_demand(globals(), _HOME)

@@ -16,13 +16,11 @@ from dataprep.encode import Check, Encoding, Resize
 from dataprep.errors import PrepError
 from dataprep.manifest import Manifest, load_manifest, manifest_path
 from dataprep.scenario import Kind, Scenario
-from dataprep.sources import Source, open_source
+from dataprep.sources import SMALL_PX, Source, open_source
 from dataprep.splits import resplit
 from dataprep.table import load_table
 from dataprep.verify import Verification, verify
 from dataprep.writers import formats as known_formats
-
-_SMALL_PX = 128
 
 
 def build_data(
@@ -154,7 +152,7 @@ def _scenario(kind: Kind, num_tasks: int | None, seed: int | None, *, num_domain
 def _formats(asked: Sequence[str] | None, source: Source, resize: Resize) -> tuple[str, ...]:
     if asked is None:
         size = (resize.size_px,) * 2 if resize.fit == "square" else source.one_size
-        return ("array",) if size is not None and max(size) <= _SMALL_PX else ("tar",)
+        return ("array",) if size is not None and max(size) <= SMALL_PX else ("tar",)
     known = known_formats()
     names = tuple(dict.fromkeys(asked))
     for name in names:

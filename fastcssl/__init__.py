@@ -6,8 +6,9 @@ Images are prepared by the package `dataprep`. A function is named by its verb a
 modules (`fastcssl.train` is the loop). Names are looked up when they are first used: importing this needs no torch.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from dataprep.names import homes, on_demand
 
 if TYPE_CHECKING:
     from fastcssl.api import evaluate_runs, forecast_run, train_run, train_seeds
@@ -63,31 +64,24 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker reads the imports above, and so knows a misspelt name
-    _HOMES = {
-        "api": ("evaluate_runs", "forecast_run", "train_run", "train_seeds"),
-        "config": ("Config",),
-        "data": ("Prepared", "Selection"),
-        "doctor.looks": ("diagnose",),
-        "errors": ("Diverged", "UserError"),
-        "forecast": ("Forecast",),
-        "loaders.stream": ("Batch", "Loader", "LoaderConfig"),
-        "nets": ("load_encoder",),
-        "ops": ("info_nce",),
-        "recipes": ("RECIPES", "Recipe", "recipe"),
-        "report": ("Report", "report_runs"),
-        "report.runs": ("RunRecord", "read_run"),
-        "request": ("Evaluated", "Request"),
-        "results": ("Evaluation",),
-        "session": ("Outcome",),
-        "views": ("Policy", "ViewSpec", "policy"),
-    }
-    _HOME = {name: module for module, names in _HOMES.items() for name in names}
-
-    def __getattr__(name):
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-        return found
-
-    def __dir__():
-        return sorted({*globals(), *__all__})
+    _HOME = homes(
+        {
+            "api": ("evaluate_runs", "forecast_run", "train_run", "train_seeds"),
+            "config": ("Config",),
+            "data": ("Prepared", "Selection"),
+            "doctor.looks": ("diagnose",),
+            "errors": ("Diverged", "UserError"),
+            "forecast": ("Forecast",),
+            "loaders.stream": ("Batch", "Loader", "LoaderConfig"),
+            "nets": ("load_encoder",),
+            "ops": ("info_nce",),
+            "recipes": ("RECIPES", "Recipe", "recipe"),
+            "report": ("Report", "report_runs"),
+            "report.runs": ("RunRecord", "read_run"),
+            "request": ("Evaluated", "Request"),
+            "results": ("Evaluation",),
+            "session": ("Outcome",),
+            "views": ("Policy", "ViewSpec", "policy"),
+        }
+    )
+    __getattr__, __dir__ = on_demand(globals(), _HOME)

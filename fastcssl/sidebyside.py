@@ -7,7 +7,6 @@ result file holds already is not computed again; a long pass saves what it has l
 import hashlib
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +19,7 @@ from torch import nn
 import fastcssl
 from dataprep.manifest import sha256_of
 from fastcssl import results, scopes
+from fastcssl.checkout import commit
 from fastcssl.checkpoint import Checkpoints, latest, load
 from fastcssl.data import Prepared
 from fastcssl.errors import UserError
@@ -286,7 +286,7 @@ class SideBySide:
             reference=reference,
             metrics=results.metrics_of(top1, seen, reference),
             seconds=seconds + (known.seconds if known else 0.0),
-            made_by=MadeBy(command=self._machine.command, version=fastcssl.__version__, commit=_commit()),
+            made_by=MadeBy(command=self._machine.command, version=fastcssl.__version__, commit=commit()),
         )
 
     def _ft(self, slot: _Slot) -> list[float | None] | None:
@@ -330,14 +330,3 @@ class _Guard:
             self._last = time.monotonic()
         if signal:
             raise Interrupted(signal)
-
-
-def _commit() -> str | None:
-    """Of the checkout that this package runs from."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -12,7 +12,7 @@ import numpy as np
 from dataprep.errors import PrepError
 from dataprep.samples import NO_DOMAIN, Samples
 from dataprep.scenario import randperm
-from dataprep.sources import Source, SourceRequest
+from dataprep.sources import SMALL_PX, Source, SourceRequest
 from dataprep.sources.tree import choose_classes, class_images, is_image, read_class_list, subfolders
 
 KINDS = ("folder",)
@@ -20,7 +20,6 @@ HELD_OUT_FRACTION = 0.1
 HELD_OUT_SEED = 0
 _TRAIN = ("train", "training")
 _VAL = ("val", "valid", "validation", "test", "testing")  # the first one present is used
-_SMALL_PX = 128
 
 
 def open_source(request: SourceRequest) -> Source:
@@ -119,7 +118,7 @@ def _one_size(root: Path, samples: Samples) -> tuple[int, int] | None:
         return None
     few = np.unique(np.linspace(0, len(samples) - 1, 64).astype(int)).tolist()
     size = _shared_size(root / samples.key(row) for row in few)
-    if size is None or max(size) > _SMALL_PX:
+    if size is None or max(size) > SMALL_PX:
         return None
     return _shared_size(root / samples.key(row) for row in range(len(samples)))
 
