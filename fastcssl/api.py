@@ -25,7 +25,7 @@ from fastcssl.session import Outcome
 from fastcssl.targets import open_references, open_targets
 from fastcssl.views import Family
 
-_PATIENCE_S = 6 * 3600.0  # a rank may solve a regression for hours while the others wait
+PATIENCE_S = 6 * 3600.0  # a rank may solve a regression for hours while the others wait
 
 
 def train_run(
@@ -141,7 +141,7 @@ def evaluate_runs(
         out=None if out is None else Path(out),
     )
     others = open_references(folders_of(references))
-    with connected(device, timeout_s=_PATIENCE_S) as (world, where):
+    with connected(device, timeout_s=PATIENCE_S) as (world, where):
         machine = Machine(
             world=world,
             device=where,

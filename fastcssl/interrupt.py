@@ -11,7 +11,8 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 class Stop:
     """`with Stop() as stop: ...` and `stop.requested` is the number of the signal, or 0.
 
-    A second Ctrl-C does not wait for the step. Only the main thread can have handlers; elsewhere nothing is caught.
+    A second Ctrl-C does not wait for the step. Inside another one, it knows what that one was asked. Only the main
+    thread can have handlers; elsewhere nothing is caught.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -24,7 +25,10 @@ class Stop:
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                self._before[number] = signal.signal(number, self._ask)
+                self._before[number] = before = signal.signal(number, self._ask)
+                outer = getattr(before, "__self__", None)
+                if isinstance(outer, Stop):
+                    self.requested = outer.requested
         return self
 
     def __exit__(

@@ -101,6 +101,7 @@ class Session:
 
     def _open(self, stack: ExitStack) -> None:
         config, run = self._config, self._run
+        self.stop = stack.enter_context(Stop())  # the first to enter: a checkpoint underway is waited for inside it
         if self._leads:
             try:
                 if self._resume == "never":
@@ -146,7 +147,6 @@ class Session:
             self.display.note(text, warning=True)
         for probed in read_reports(self.out, ProbeReport) if self._leads and self.state is not None else ():
             self.display.probe(probed)
-        self.stop = stack.enter_context(Stop())
         torch.manual_seed(config.seed * 1_000_003 + run.world.rank)
 
     def _find_state(self) -> list[str]:

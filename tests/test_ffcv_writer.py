@@ -185,13 +185,14 @@ def outcomes(even: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         patch.syspath_prepend(str(root))
         paths = [str(Path(beton.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        others = multiprocessing.active_children()  # the session's ranks
         threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + WATCHDOG
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        for process in multiprocessing.active_children():  # only after a hang
+        for process in set(multiprocessing.active_children()) - set(others):  # only after a hang
             process.kill()
         yield results
 

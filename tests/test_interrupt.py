@@ -5,7 +5,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
+from fastcssl.cli.endings import ended, together
+from fastcssl.dist import RankLost
 from fastcssl.interrupt import Stop
 
 
@@ -68,3 +71,30 @@ def test_outside_of_the_main_thread_nothing_is_caught(harmless: dict[int, int]) 
     leave.set()
     thread.join()
     assert seen == [0] and harmless == {signal.SIGUSR1: 1}
+
+
+def test_inside_another_it_knows_what_that_one_was_asked(harmless: dict[int, int]) -> None:
+    with Stop():
+        with Stop() as first:
+            pass
+        signal.raise_signal(signal.SIGTERM)  # between two runs
+        with Stop() as second:
+            assert (first.requested, second.requested) == (0, signal.SIGTERM)
+    assert harmless == {}
+
+
+def test_last_words_come_before_the_signal(harmless: dict[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+    """torchrun ends a rank as soon as another is dead, also one that is just leaving to say so."""
+
+    def run(_: Console) -> int:
+        with together("cpu"):
+            try:
+                with Stop():
+                    raise RankLost("Another rank was lost.")
+            finally:
+                signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    assert ended(run) == 1
+    assert capsys.readouterr().err == "error: Another rank was lost. To go on, run the same command again.\n"
+    assert harmless == {}

@@ -3,11 +3,16 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from fastcssl.errors import Diverged, UserError
+from fastcssl.interrupt import Stop
+
+if TYPE_CHECKING:
+    from fastcssl.dist import DeviceKind
 
 
 class Ended(Exception):
@@ -18,20 +23,49 @@ class Ended(Exception):
         self.status, self.everywhere = status, everywhere
 
 
+class _Said(Exception):
+    """The exit status, when the sentence is out already."""
+
+
 def ended(run: Callable[[Console], int]) -> int:
     """The exit status of a command that gets a console to speak on."""
-    # Under torchrun there is one process for each GPU; what holds for all is said once.
-    rank = int(os.environ.get("RANK", "0"))
     try:
-        return run(Console(quiet=rank > 0))
+        return run(Console(quiet=_rank() > 0))
     except (UserError, Ended) as error:
-        if rank == 0 or (isinstance(error, Ended) and error.everywhere):
-            who = f"rank {rank}: " if rank else ""
-            errors = Console(stderr=True, soft_wrap=True)
-            errors.print(f"[bold red]error:[/] {who}{escape(str(error))}", highlight=False)
-        return error.status if isinstance(error, Ended) else 2
+        return _say(error)
+    except _Said as said:
+        return int(said.args[0])
     except KeyboardInterrupt:
         return 130
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _say(error: UserError | Ended) -> int:
+    # Under torchrun there is one process for each GPU; what holds for all is said once.
+    if (rank := _rank()) == 0 or (isinstance(error, Ended) and error.everywhere):
+        who = f"rank {rank}: " if rank else ""
+        errors = Console(stderr=True, soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {who}{escape(str(error))}", highlight=False)
+    return error.status if isinstance(error, Ended) else 2
+
+
+@contextmanager
+def together(device: "DeviceKind", *, timeout_s: float = 600.0) -> Iterator[None]:
+    """The ranks connected for the length of a block, and last words before a signal may end this one.
+
+    When a rank dies, torchrun ends the others at once, and they are the ones that know how to go on.
+    """
+    from fastcssl.dist import connected
+
+    with connected(device, timeout_s=timeout_s), Stop():
+        try:
+            with explained():
+                yield
+        except (UserError, Ended) as error:
+            raise _Said(_say(error)) from None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dataprep import help
 from dataprep.help import Flag
-from fastcssl.cli.endings import ended, explained
+from fastcssl.cli.endings import ended, explained, together
 from fastcssl.errors import UserError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _run(words: list[str], console: Console) -> int:
 
 def _evaluate(options: Options, words: list[str], console: Console) -> int:
     from fastcssl import downstream
-    from fastcssl.api import evaluate_runs
+    from fastcssl.api import PATIENCE_S, evaluate_runs
     from fastcssl.encoders import EncoderConfig
     from fastcssl.request import Interrupted, Request
     from fastcssl.scoreboard import Scoreboard, summary
@@ -139,8 +139,9 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
         random_encoder=options.random_encoder,
         again=options.again,
     )
-    try:
-        with Scoreboard(console, quiet=console.quiet) as board:
+    stopped: Interrupted | None = None
+    with together(options.device, timeout_s=PATIENCE_S), Scoreboard(console, quiet=console.quiet) as board:
+        try:
             found = evaluate_runs(
                 options.runs,
                 request,
@@ -156,9 +157,11 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
                 command=shlex.join([PROG, *words]),
                 progress=board,
             )
-    except Interrupted as interrupted:
-        console.print(Text(str(interrupted), "yellow"))
-        return 128 + interrupted.signal
+        except Interrupted as interrupted:
+            stopped = interrupted  # all ranks alike: they may part in peace
+    if stopped:
+        console.print(Text(str(stopped), "yellow"))
+        return 128 + stopped.signal
     console.print(summary(found))
     _tell_missing(found, console)
     return 0

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from fastcssl.cli.endings import ended, explained
+from fastcssl.cli.endings import ended, explained, together
 from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, usage, values
 from fastcssl.display import PROBE_NAMES
 from fastcssl.errors import UserError
@@ -234,10 +234,11 @@ def _train(options: Options, found: Recipe, seeds: tuple[int, ...], out: Path, d
             world.barrier()
         return 0
     where: dict[str, Any] = {"data": data, "out": out, "resume": options.resume, "start_from": options.start_from}
-    if seeds:
-        outcomes = train_seeds(found, seeds, console=console, **where)
-    else:
-        outcomes = [train_run(found, console=console, **where)]
+    with together(found.config.run.device):
+        if seeds:
+            outcomes = train_seeds(found, seeds, console=console, **where)
+        else:
+            outcomes = [train_run(found, console=console, **where)]
     if len(outcomes) > 1 and (table := over_seeds(outcomes)) is not None:
         console.print(table)
     return 128 + outcomes[-1].signal if outcomes[-1].signal else 0
