@@ -1,6 +1,6 @@
 """What `fastcssl-prep` does, as functions: a verb of the command and what it works on. `dataprep` hands them on.
 
-Nothing is printed unless a console is given. A user's mistake is a `PrepError` or a `ManifestError`.
+Nothing is printed unless a console is given. A user's mistake is a `PrepError` (in a manifest, a `ManifestError`).
 """
 
 import os

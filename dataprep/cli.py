@@ -18,7 +18,7 @@ from dataprep.build import BuildJob, BuildResult
 from dataprep.contents import description, task_table
 from dataprep.errors import Interrupted, PrepError
 from dataprep.help import Flag
-from dataprep.manifest import ManifestError, load_manifest, manifest_path
+from dataprep.manifest import load_manifest, manifest_path
 from dataprep.progress import human_bytes
 from dataprep.scenario import Kind
 from dataprep.table import load_table
@@ -159,7 +159,7 @@ def main(args: list[str] | None = None) -> int:
         if isinstance(command, Verify):
             return _verify(command, console)
         return _inspect(command, console)
-    except (PrepError, ManifestError) as error:
+    except PrepError as error:
         errors.print(f"[bold red]error:[/] {_literal(str(error))}", highlight=False)
         return 2
     except KeyboardInterrupt:

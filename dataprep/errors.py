@@ -1,4 +1,4 @@
-"""The one exception that a user's input or machine can cause: a sentence that names the thing and the remedy."""
+"""What a user's input or machine can cause: a sentence that names the thing and the remedy."""
 
 import errno
 

@@ -13,13 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args, get_type_hints
 
+from dataprep.errors import PrepError
+
 SCHEMA_VERSION = 1
 DEFAULT_NAME = "manifest"
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 
 
-class ManifestError(Exception):
+class ManifestError(PrepError):
     """A sentence: which file, what is wrong with it, what to do."""
 
 

@@ -38,6 +38,12 @@ class ViewsConfig:
     size_px: int | None = None  # side of a view; None: the policy's
     min_scale: float | None = None  # least share of the image that a crop shows; None: the policy's
 
+    def __post_init__(self) -> None:
+        if self.min_scale is not None and not 0 < self.min_scale <= 1:
+            raise ValueError(f"views.min_scale is {self.min_scale}; give a share above 0, at most 1.")
+        if self.size_px is not None and self.size_px < 1:
+            raise ValueError(f"views.size_px is {self.size_px}; give at least 1.")
+
     def views(self) -> Policy:
         views = policy(self.policy)
         views = views if self.size_px is None else with_size(views, self.size_px)

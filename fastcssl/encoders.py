@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from dataprep.words import nearest
 from fastcssl.errors import UserError
-from fastcssl.words import nearest
 
 Stem = Literal["imagenet", "cifar"]
 

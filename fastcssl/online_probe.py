@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dataprep.words import nearest
 from fastcssl.data import Prepared, Selection
 from fastcssl.dist import World
 from fastcssl.draws import uniform
@@ -30,7 +31,6 @@ from fastcssl.probes.knn import Metric, knn
 from fastcssl.schedule import lr_at
 from fastcssl.scopes import SUBSET_VIEW
 from fastcssl.views import Policy
-from fastcssl.words import nearest
 
 ProbeKind = Literal["off", "clean", "parity"]
 

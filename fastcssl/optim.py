@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
+from dataprep.words import nearest
 from fastcssl.errors import UserError
-from fastcssl.words import nearest
 
 OptimizerName = Literal["lars", "sgd", "adamw"]
 Implementation = Literal["foreach", "apex"]

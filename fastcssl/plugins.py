@@ -5,8 +5,8 @@ import pkgutil
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
+from dataprep.words import nearest
 from fastcssl.errors import UserError
-from fastcssl.words import nearest
 
 Part = TypeVar("Part")
 

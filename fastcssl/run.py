@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dataprep.manifest import manifest_path
+from dataprep.words import nearest
 from fastcssl import methods, strategies
 from fastcssl.bottleneck import Machine
 from fastcssl.config import Config, Precision, plain
@@ -24,9 +24,9 @@ from fastcssl.methods import Setting
 from fastcssl.nets import build_encoder
 from fastcssl.online_probe import ParityProbe
 from fastcssl.rates import Rates
+from fastcssl.recipes import Recipe
 from fastcssl.stages import StageTimes
 from fastcssl.strategies import Task
-from fastcssl.words import nearest
 
 FORMAT = 1
 
@@ -141,11 +141,12 @@ class Run:
             num_ranks=self.world.size,
         )
 
-    def described(self, sources: Mapping[str, str], data: Path) -> dict[str, Any]:
+    def described(self, recipe: Recipe, data: Path) -> dict[str, Any]:
         """RUN/config.json."""
         return {
             "config": plain(self.config),
-            "sources": dict(sources),
+            "sources": dict(recipe.sources),
+            "settings": recipe.settings,
             "words": [self.config.recipe, self.method.name, self.strategy.name],
             "data": str(data.resolve()),
             "manifest_sha256": self.manifest_sha256,

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dataprep.manifest import SPLITS
+from dataprep.words import nearest
 from fastcssl.data import Prepared, Selection
 from fastcssl.draws import uniform
 from fastcssl.errors import UserError
 from fastcssl.results import DOWNSTREAM, Scope
-from fastcssl.words import nearest
 
 Ids = npt.NDArray[np.int64]
 SHARES = {"semi-1": 0.01, "semi-10": 0.1}

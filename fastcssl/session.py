@@ -115,7 +115,7 @@ class Session:
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.run.keep_checkpoints) if self._leads else None
         if self.checkpoints:
             stack.callback(self.checkpoints.wait)
-            described = run.described(self._recipe.sources, self._data)
+            described = run.described(self._recipe, self._data)
             write_atomically(self.out / "config.json", json.dumps(described, indent=1).encode())
         self.log = stack.enter_context(
             RunLog(

@@ -122,7 +122,7 @@ def _run(folder: Path) -> Target:
         config, tasks = described["config"], [list(map(int, numbers)) for numbers in described["tasks"]]
         encoder, seed, only_task = EncoderConfig(**config["encoder"]), int(config["seed"]), config["only_task"]
         recipe, data, manifest = str(config["recipe"]), Path(described["data"]), str(described["manifest_sha256"])
-        flags = _flags(config, described["sources"])
+        flags = _flags(config, described["sources"], described["settings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is not the config.json of a run ({error!r:.80}). Give a folder of fastcssl-train."
@@ -164,16 +164,17 @@ def _run(folder: Path) -> Target:
     )
 
 
-def _flags(config: dict[str, Any], sources: dict[str, str]) -> tuple[str, ...]:
+def _flags(config: dict[str, Any], sources: dict[str, str], settings: str) -> tuple[str, ...]:
     """What was said on the command line, in its words, but for what makes a reference another run."""
-    found = []
+    found = [] if settings == "matched" else [f"--settings {settings}"]
     for key, source in sources.items():
         value: Any = config
         for part in key.split("."):
             value = value[part]
         own = key in ("recipe", "only_task", "online_probe") or key.startswith(("strategy.", "run."))
         if source == "command line" and not own and value is not None:
-            text = ("on" if value else "off") if isinstance(value, bool) else str(value)
+            words = value if isinstance(value, list) else [value]
+            text = " ".join(("on" if word else "off") if isinstance(word, bool) else str(word) for word in words)
             found.append(f"--{key.replace('_', '-')} {text}")
     return tuple(found)
 

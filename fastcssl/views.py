@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from fastcssl.words import nearest
+from dataprep.words import nearest
 
 Crop = Literal["random", "center", "whole"]
 Interpolation = Literal["bicubic", "bilinear"]

@@ -37,6 +37,7 @@ def made_run(
     described = {
         "config": plain(found.config),
         "sources": dict(found.sources),
+        "settings": found.settings,
         "words": [name, method, strategy],
         "data": "/data/prepared",
         "manifest_sha256": "0" * 64,

@@ -41,7 +41,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     root = tmp_path_factory.mktemp("eval")
     data = prepared(root / "data", source="classes=20,train=4,val=2")
     first = tiny(epochs=1)
-    run(recipe("demo", "moco", "pnr").changed_to(first.config), data, root / "run")  # with its sources
+    published = recipe("demo", "moco", "pnr", settings="published")
+    run(published.changed_to(first.config), data, root / "run")  # with its sources
     run(tiny(strategy="finetune", epochs=1, only_task=1), data, root / "alone")
     return Trained(data, root / "run", root / "alone")
 
@@ -78,7 +79,7 @@ def test_a_run_with_its_references(copied: Trained, capsys: pytest.CaptureFixtur
     assert bare.metrics.P is None and bare.metrics.S is not None and bare.metrics.F is not None
     shown = capsys.readouterr().out
     command = next(line for line in shown.splitlines() if line.startswith("fastcssl-train demo moco finetune"))
-    assert "--only-task 1 --out" in command and "--epochs 1" in command
+    assert "--only-task 1 --out" in command and "--settings published" in command and "--epochs 1" in command
     (made,) = evaluated(copied.run, "--probe", "linear-cached", "--references", copied.alone)
     assert made.reference.ft is not None and made.reference.ft[0] is None
     (alone,) = found(copied.alone)

@@ -25,6 +25,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--method.ema-base 2", "method.ema_base is 2.0; give a share from 0 to 1."),
         ("--compile induktor", "There is no --compile 'induktor'. Did you mean 'inductor'?"),
         ("--optim.name sgd --optim.implementation apex", "Use --optim.implementation foreach."),
+        ("--views.min-scale 2", "views.min_scale is 2.0; give a share above 0, at most 1."),
+        ("--views.size-px 0", "views.size_px is 0; give at least 1."),
         ("--out file", "Cannot write into file (File exists). Choose another --out."),
         ("--out file/run", "Cannot write into file/run (Not a directory). Choose another --out."),
     ],

@@ -1,6 +1,5 @@
 """A data set on disk -> ordered samples. One file a family; `open_source` finds it by the word before the colon."""
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from dataprep.errors import PrepError
 from dataprep.samples import Sample, Samples
+from dataprep.words import nearest
 
 SMALL_PX = 128  # images of one size up to this are stored as an array
 Payload = str | bytes | npt.NDArray[np.uint8]  # the path of a file, its bytes, or pixels [height, width, 3]
@@ -67,10 +67,8 @@ def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[s
     kind, _, where = spec.partition(":")
     known = families()
     if kind not in known:
-        near = difflib.get_close_matches(kind, known, n=1)
-        hint = f"Did you mean '{near[0]}:...'?" if near else f"Known kinds: {', '.join(sorted(known))}."
-        if Path(spec).expanduser().exists():
-            hint = f"For any folder of images write folder:{spec}."
+        is_path = Path(spec).expanduser().exists()
+        hint = f"For any folder of images write folder:{spec}." if is_path else nearest(kind, sorted(known))
         raise PrepError(f"'{spec}' is not a source. {hint}")
     request = SourceRequest(kind=kind, where=where, classes_file=classes_file, domains=domains)
     source: Source = known[kind].open_source(request)

@@ -1,6 +1,5 @@
 """DomainNet by its official lists, {domain}_{train,test}.txt, each line "path label"."""
 
-import difflib
 import os
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from dataprep.errors import PrepError
 from dataprep.samples import Samples
 from dataprep.scenario import DOMAINNET_ORDER
 from dataprep.sources import Source, SourceRequest
+from dataprep.words import nearest
 
 KINDS = ("domainnet",)
 
@@ -17,9 +17,7 @@ def open_source(request: SourceRequest) -> Source:
     root = request.root()
     for name in request.domains:
         if name not in DOMAINNET_ORDER:
-            near = difflib.get_close_matches(name, DOMAINNET_ORDER, n=1)
-            hint = f"Did you mean '{near[0]}'?" if near else f"Choose from {', '.join(DOMAINNET_ORDER)}."
-            raise PrepError(f"'{name}' is not a domain of DomainNet. {hint}")
+            raise PrepError(f"'{name}' is not a domain of DomainNet. {nearest(name, DOMAINNET_ORDER)}")
     domains = tuple(name for name in DOMAINNET_ORDER if name in (request.domains or DOMAINNET_ORDER))
     folders = _FolderCache(root)
     class_names: dict[int, str] = {}

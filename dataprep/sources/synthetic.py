@@ -1,6 +1,5 @@
 """The embedded data set as a source: synthetic[:key=value,...]."""
 
-import difflib
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -10,6 +9,7 @@ from dataprep import _codec, synthetic
 from dataprep.errors import PrepError
 from dataprep.samples import Sample, Samples
 from dataprep.sources import Payload, Source, SourceRequest
+from dataprep.words import nearest
 
 KINDS = ("synthetic",)
 _JPEG_QUALITY = 92
@@ -84,9 +84,7 @@ def _parse(where: str) -> Drawing:
     for setting in filter(None, where.split(",")):
         key, _, text = setting.partition("=")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean '{near[0]}'?" if near else f"Known settings: {', '.join(known)}."
-            raise PrepError(f"synthetic:{where}: '{key}' is not a setting. {hint}")
+            raise PrepError(f"synthetic:{where}: '{key}' is not a setting. {nearest(key, known)}")
         if known[key] is int and not text.isdigit():
             raise PrepError(f"synthetic:{where}: {key} takes a number, not '{text}'.")
         values[key] = int(text) if known[key] is int else text

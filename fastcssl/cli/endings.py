@@ -74,7 +74,6 @@ def explained() -> Iterator[None]:
     import torch
 
     from dataprep.errors import PrepError
-    from dataprep.manifest import ManifestError
     from fastcssl.checkpoint import CheckpointError
     from fastcssl.dist import RankLost
     from fastcssl.loaders import LoaderError
@@ -96,5 +95,5 @@ def explained() -> Iterator[None]:
         ) from None
     except (LoaderError, CheckpointError) as error:
         raise Ended(str(error), 2, everywhere=True) from None
-    except (PrepError, ManifestError, RunLogError, EncoderFileError) as error:
+    except (PrepError, RunLogError, EncoderFileError) as error:
         raise UserError(str(error)) from None

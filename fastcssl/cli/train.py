@@ -14,12 +14,12 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from dataprep.words import nearest
 from fastcssl.cli.endings import ended, explained, together
 from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, usage, values
 from fastcssl.display import PROBE_NAMES
 from fastcssl.errors import UserError
 from fastcssl.recipes import RECIPES, Recipe, Settings, flat, recipe
-from fastcssl.words import nearest
 
 if TYPE_CHECKING:
     from fastcssl.session import Outcome

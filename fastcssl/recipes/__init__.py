@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dataprep.words import nearest
 from fastcssl.errors import UserError
 from fastcssl.recipes.experiments import ABLATIONS, RECIPES, Data
 from fastcssl.recipes.ours import OWN
@@ -21,7 +22,6 @@ from fastcssl.recipes.paper import PAPER
 from fastcssl.recipes.rows import COMMAND_LINE, OURS, SCRIPT, Authors, Row, Settings, Table
 from fastcssl.recipes.scripts import CASSLE, PNR
 from fastcssl.views import EXTRAPOLATED, POLICIES, Family
-from fastcssl.words import nearest
 
 if TYPE_CHECKING:
     from fastcssl.config import Config
@@ -52,6 +52,7 @@ class Recipe:
 
     config: "Config"
     sources: Mapping[str, str]  # by dotted key, one for each value of the configuration
+    settings: Settings = "matched"
 
     def changed(self, values: Mapping[str, Any]) -> "Recipe":
         """With other values, by dotted keys as the command line's flags: {"epochs": 1, "optim.lr": 0.3}."""
@@ -70,7 +71,7 @@ class Recipe:
             key: self.sources.get(key, OURS) if key in before and before[key] == value else COMMAND_LINE
             for key, value in after.items()
         }
-        return Recipe(config=config, sources=sources)
+        return dataclasses.replace(self, config=config, sources=sources)
 
 
 def recipe(name: str, method: str, strategy: str, *, settings: Settings = "matched") -> Recipe:
@@ -95,7 +96,8 @@ def recipe(name: str, method: str, strategy: str, *, settings: Settings = "match
         "optim": OptimConfig(),
     }
     config = Config(**{**tree, **{key: _filled(part, tree.get(key, {})) for key, part in parts.items()}})
-    return Recipe(config=config, sources={key: values[key][1] if key in values else OURS for key, _ in flat(config)})
+    sources = {key: values[key][1] if key in values else OURS for key, _ in flat(config)}
+    return Recipe(config=config, sources=sources, settings=settings)
 
 
 def settled(name: str, method: str, strategy: str, settings: Settings) -> dict[str, tuple[Any, str]]:
