@@ -5,6 +5,7 @@ sealed (synced, checksummed, renamed, journalled) before the next but one begins
 most two parts and repeats them byte for byte.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +35,7 @@ from dataprep.samples import Sample
 from dataprep.scenario import Scenario, Split, randperm, split
 from dataprep.sources import Source
 from dataprep.splits import assemble, order_name
-from dataprep.writers import DerivedFormat, Format, StreamedFormat, formats
+from dataprep.writers import DerivedFormat, DerivedWriter, Format, StreamedFormat, formats
 
 _SHUFFLE_SEED = 1  # of the order inside a task, which is part of the format and no setting
 
@@ -169,10 +170,11 @@ class _Builder:
                         self._stream(task, name)
                 self._await_seal()
                 for format in self.derived:
-                    for task in range(num_tasks):
-                        for name in SPLITS:
-                            self.meter.label(f"task {task + 1} of {num_tasks} · {name} · {format.name}")
-                            self._derive(format, task, name)
+                    with contextlib.closing(format.derive(self.job.num_workers)) as writer:
+                        for task in range(num_tasks):
+                            for name in SPLITS:
+                                self.meter.label(f"task {task + 1} of {num_tasks} · {name} · {format.name}")
+                                self._derive(format, writer, task, name)
             finally:
                 self.sealer.shutdown(wait=True)
         manifest = assemble(self.job, self.plan, self.journal)
@@ -292,7 +294,7 @@ class _Builder:
             raise
         self.journal.seal(sealed)
 
-    def _derive(self, format: DerivedFormat, task: int, name: SplitName) -> None:
+    def _derive(self, format: DerivedFormat, writer: DerivedWriter, task: int, name: SplitName) -> None:
         if self.journal.derived(task, name, format.name) is not None:
             return
         parts = self.journal.of(task, name)
@@ -313,7 +315,7 @@ class _Builder:
             self.meter.advance(now_done - done)
             done = now_done
 
-        format.write(path, tars, rows, self.job.num_workers, on_progress)
+        writer.write(path, tars, rows, on_progress)
         on_progress(count)
         file = SealedFile(
             path=path.relative_to(self.job.out).as_posix(),

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from dataprep.writers.beton import JpegRecord
-from dataprep.writers.ffcv_process import write_beton
+from dataprep.writers.ffcv_process import BetonWriter, JpegRecords
 
 WIDTH, HEIGHT, COUNT = 48, 40, 203
 
@@ -26,6 +26,11 @@ def record_of(index: int, **changes: Any) -> JpegRecord:
     values: dict[str, Any] = {"jpeg": jpeg_of(index), "width": WIDTH, "height": HEIGHT}
     values |= {"label": index % 7, "id": 5_000_000_000 + 3 * index, "domain": index % 3}
     return JpegRecord(**(values | changes))
+
+
+def write_beton(path: Path, records: JpegRecords, *, num_workers: int, largest_bytes: int, **options: Any) -> None:
+    with BetonWriter(num_workers) as writer:
+        writer.write(path, records, largest_bytes=largest_bytes, **options)
 
 
 def write_even(path: Path) -> None:

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from betons import COUNT, HEIGHT, WIDTH, jpeg_of, record_of
+from betons import COUNT, HEIGHT, WIDTH, jpeg_of, record_of, write_beton
 from conftest import backend
 from PIL import Image
 
 from dataprep.writers import beton
 from dataprep.writers.beton import BetonError, BetonFile, JpegRecord
-from dataprep.writers.ffcv_process import write_beton
+from dataprep.writers.ffcv_process import BetonWriter
 
 ffcv = backend("ffcv")
 
@@ -35,7 +35,7 @@ CASES = """
 import os, resource, signal, sys, time
 from pathlib import Path
 from dataprep.writers.beton import BetonError, JpegRecord
-from dataprep.writers.ffcv_process import write_beton
+from dataprep.writers.ffcv_process import BetonWriter
 
 class Records:
     def __init__(self, notes, trouble):
@@ -73,7 +73,8 @@ if __name__ == "__main__":
     if trouble == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     try:
-        write_beton(folder / "x.beton", Records(notes, trouble), num_workers=2, largest_bytes=102)
+        with BetonWriter(2) as writer:
+            writer.write(folder / "x.beton", Records(notes, trouble), largest_bytes=102)
     except BetonError as error:
         print(error)
 """
@@ -241,6 +242,28 @@ def test_one_worker_mixed_sizes_and_a_large_record(tmp_path: Path, capfd: pytest
     assert list(BetonFile(path)) == records
     assert BetonFile(path).page_size == 16 << 20
     assert capfd.readouterr() == ("", "")  # FFCV's progress bar stays away
+
+
+def test_one_process_writes_several_files(tmp_path: Path) -> None:
+    few = [record_of(index) for index in range(20)]
+    many = [record_of(index) for index in range(60)]
+    wide = [record_of(0, width=70_000)]
+    with BetonWriter(2) as writer:
+        others, processes = set(multiprocessing.active_children()), set[multiprocessing.process.BaseProcess]()
+        for name, records in (("first", few), ("second", many)):
+            seen: list[int] = []
+            writer.write(tmp_path / f"{name}.beton", records, largest_bytes=20_000, on_progress=seen.append)
+            assert seen[-1] == len(records)
+            processes |= set(multiprocessing.active_children()) - others
+        assert len(processes) == 1
+        with pytest.raises(BetonError, match="70000x"):
+            writer.write(tmp_path / "third.beton", wide, largest_bytes=20_000)
+        assert not set(multiprocessing.active_children()) - others
+        writer.write(tmp_path / "third.beton", few, largest_bytes=20_000)  # by a new one
+    assert not set(multiprocessing.active_children()) - others
+    for name, records in (("first", few), ("second", many), ("third", few)):
+        assert list(BetonFile(tmp_path / f"{name}.beton")) == records
+    assert len(os.listdir(tmp_path)) == 3
 
 
 @pytest.mark.usefixtures("outcomes")

@@ -1,7 +1,7 @@
 """Samples -> shards. One file a format; `formats` discovers them.
 
 A format module defines `FORMAT`, an object with the attributes below. Formats that are streamed write sample after
-sample into a part file. Derived formats are made from whole tar parts by their own `write`.
+sample into a part file. Derived formats are made from whole tar parts by a writer of their own.
 """
 
 import importlib
@@ -49,6 +49,16 @@ class ShardWriter(Protocol):
         ...
 
 
+class DerivedWriter(Protocol):
+    """Writes whole files, one after another."""
+
+    def write(self, path: Path, parts: list[Path], rows: list[Table], on_progress: Callable[[int], None]) -> None:
+        """One file from tar parts and their rows: sample i of the file is row i of all rows together."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Format(Protocol):
     name: str
     suffix: str
@@ -70,15 +80,8 @@ class DerivedFormat(Format, Protocol):
         """Raises PrepError when the format's package is missing."""
         ...
 
-    def write(
-        self,
-        path: Path,
-        parts: list[Path],
-        rows: list[Table],
-        num_workers: int,
-        on_progress: Callable[[int], None],
-    ) -> None:
-        """One file from tar parts and their rows: sample i of the file is row i of all rows together."""
+    def derive(self, num_workers: int) -> DerivedWriter:
+        """Costs nothing until the first file."""
         ...
 
 

@@ -12,7 +12,7 @@ from dataprep.errors import PrepError
 from dataprep.table import Table
 from dataprep.writers import Record, ShardDamage
 from dataprep.writers.beton import BetonError, BetonFile, JpegRecord
-from dataprep.writers.ffcv_process import INSTALL, write_beton
+from dataprep.writers.ffcv_process import INSTALL, BetonWriter
 
 
 class TarRecords:
@@ -43,6 +43,23 @@ class TarRecords:
         return int(self._rows["tar_bytes"].max())
 
 
+class FfcvWriter:
+    """One process for all files: importing FFCV takes seconds."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._betons = BetonWriter(num_workers)
+
+    def write(self, path: Path, parts: list[Path], rows: list[Table], on_progress: Callable[[int], None]) -> None:
+        records = TarRecords(parts, rows)
+        try:
+            self._betons.write(path, records, largest_bytes=records.largest_bytes, on_progress=on_progress)
+        except BetonError as error:
+            raise PrepError(str(error)) from error
+
+    def close(self) -> None:
+        self._betons.close()
+
+
 class FfcvFormat:
     name = "ffcv"
     suffix = ".beton"
@@ -52,25 +69,8 @@ class FfcvFormat:
         if importlib.util.find_spec("ffcv") is None:
             raise PrepError(f"The format ffcv needs the package ffcv, which is not installed. {INSTALL}")
 
-    def write(
-        self,
-        path: Path,
-        parts: list[Path],
-        rows: list[Table],
-        num_workers: int,
-        on_progress: Callable[[int], None],
-    ) -> None:
-        records = TarRecords(parts, rows)
-        try:
-            write_beton(
-                path,
-                records,
-                num_workers=num_workers,
-                largest_bytes=records.largest_bytes,
-                on_progress=on_progress,
-            )
-        except BetonError as error:
-            raise PrepError(str(error)) from error
+    def derive(self, num_workers: int) -> FfcvWriter:
+        return FfcvWriter(num_workers)
 
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
         try:

@@ -2,10 +2,11 @@
 
 FFCV's writer waits for ever once one of its workers fails, so it runs in a process of its own:
 
-    write_beton  --spawn-->  writing process (FFCV's parent)  --fork-->  FFCV's workers
+    BetonWriter  --spawn-->  writing process (FFCV's parent)  --fork-->  FFCV's workers, anew for each file
 
-Spawned, because the caller may have native threads that a fork would break. All of them hold one pipe to
-write_beton: it carries progress and the first failure, and its end of file proves that they are all gone.
+Spawned, because the caller may have native threads that a fork would break, and kept from file to file, because
+importing FFCV takes seconds. All of them hold one pipe to BetonWriter: it carries progress and the first failure, and
+its end of file proves that they are all gone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
@@ -46,44 +48,102 @@ class JpegRecords(Protocol):
     def __getitem__(self, index: int, /) -> JpegRecord: ...
 
 
-class _Job(NamedTuple):
+class _Host(NamedTuple):
+    """What the writing process knows from its start."""
+
     parent: int
-    pipe: _Pipe
+    jobs: _Pipe
+    reports: _Pipe
+    num_workers: int
+
+
+class _Job(NamedTuple):
+    """One file."""
+
     part: Path
     records: JpegRecords
-    num_workers: int
     page_size: int
 
 
-def write_beton(
-    path: Path, records: JpegRecords, *, num_workers: int, largest_bytes: int, on_progress: _OnProgress = None
-) -> None:
-    """Writes record i as sample i of `path`; on any failure leaves neither a file nor a process behind.
+class BetonWriter:
+    """Writes one file after another. A failure ends the process, and the next file begins with a new one."""
 
-    `largest_bytes` is the size of the largest JPEG. `on_progress` gets the number of records done so far.
-    """
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, not {num_workers}")
-    if importlib.util.find_spec("ffcv") is None:
-        raise BetonError(f"Writing {path} needs the package ffcv, which is not installed. {INSTALL}")
-    if (count := len(records)) == 0:
-        raise BetonError(f"There are no records to write to {path}; FFCV cannot store an empty dataset.")
-    part = path.with_name(path.name + ".part")
-    receiver, sender = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    job = _Job(os.getpid(), sender, part, records, num_workers, beton.page_size_for(largest_bytes))
-    try:
-        _supervise(job, receiver, on_progress)
-        if (stored := len(BetonFile(part))) != count:
-            raise BetonError(f"FFCV stored {stored} of {count} records in {part}. Write the file again.")
+    def __init__(self, num_workers: int) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, not {num_workers}")
+        self._num_workers = num_workers
+        self._child: BaseProcess | None = None
+        self._jobs: _Pipe
+        self._reports: _Pipe
+
+    def __enter__(self) -> BetonWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, path: Path, records: JpegRecords, *, largest_bytes: int, on_progress: _OnProgress = None) -> None:
+        """Writes record i as sample i of `path`; on any failure leaves neither a file nor a process behind.
+
+        `largest_bytes` is the size of the largest JPEG. `on_progress` gets the number of records done so far.
+        """
+        if importlib.util.find_spec("ffcv") is None:
+            raise BetonError(f"Writing {path} needs the package ffcv, which is not installed. {INSTALL}")
+        if (count := len(records)) == 0:
+            raise BetonError(f"There are no records to write to {path}; FFCV cannot store an empty dataset.")
+        part = path.with_name(path.name + ".part")
+        job = _Job(part, records, beton.page_size_for(largest_bytes))
         try:
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except OSError as error:
-            raise BetonError(_explain(error, part)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+            self._supervise(job, on_progress)
+            if (stored := len(BetonFile(part))) != count:
+                raise BetonError(f"FFCV stored {stored} of {count} records in {part}. Write the file again.")
+            try:
+                with part.open("rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(part, path)
+            except OSError as error:
+                raise BetonError(_explain(error, part)) from error
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+    def close(self) -> None:
+        """Returns when all processes are gone."""
+        if self._child is not None:
+            with self._reports, self._jobs:
+                _end(self._reports, self._child)
+            self._child = None
+
+    def _supervise(self, job: _Job, on_progress: _OnProgress) -> None:
+        try:
+            request = ForkingPickler.dumps(job)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}. Are the records picklable?"
+            raise BetonError(f"No process could be told to write {job.part}: {problem}") from error
+        whole = False
+        try:
+            child = self._started()
+            with contextlib.suppress(OSError):  # then it has ended, and is found to have
+                self._jobs.send_bytes(request)
+            outcome = _follow(self._reports, child, on_progress)
+            whole = outcome == ""
+        finally:
+            if not whole:
+                self.close()
+        if outcome != "":
+            ending = f"The process that writes {job.part} {_how_it_ended(child.exitcode)}. Run it again."
+            raise BetonError(outcome or ending)
+
+    def _started(self) -> BaseProcess:
+        if self._child is None:
+            context = multiprocessing.get_context("spawn")
+            (jobs, self._jobs), (self._reports, reports) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+            host = _Host(os.getpid(), jobs, reports, self._num_workers)
+            child = context.Process(target=_writing_process, args=(host,))
+            with jobs, reports:  # closed here, else the pipe would never end
+                child.start()
+            self._child = child
+        return self._child
 
 
 def _explain(error: BaseException, part: Path) -> str:
@@ -100,25 +160,6 @@ def _how_it_ended(status: int | None) -> str:
         return f"ended early with status {status}"
     memory = "; the memory may have run out" if status == -signal.SIGKILL else ""
     return f"was ended by signal {-status} ({signal.strsignal(-status)}){memory}"
-
-
-def _supervise(job: _Job, receiver: _Pipe, on_progress: _OnProgress) -> None:
-    child = multiprocessing.get_context("spawn").Process(target=_writing_process, args=(job,))
-    with receiver, job.pipe:
-        try:
-            try:
-                child.start()
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}. Are the records picklable?"
-                raise BetonError(f"No process could be started to write {job.part}: {problem}") from error
-            job.pipe.close()  # else the pipe would never end
-            outcome = _follow(receiver, child, on_progress)
-        finally:
-            if child.pid is not None:
-                _end(receiver, child)
-    if outcome != "":
-        ending = f"The process that writes {job.part} {_how_it_ended(child.exitcode)}. Run it again."
-        raise BetonError(outcome or ending)
 
 
 def _follow(receiver: _Pipe, child: BaseProcess, on_progress: _OnProgress) -> str | None:
@@ -166,9 +207,9 @@ def _end(receiver: _Pipe, child: BaseProcess) -> None:
 # From here on: in the writing process and in FFCV's workers.
 
 
-def _send(job: _Job, kind: bytes, text: str = "") -> None:
+def _send(host: _Host, kind: bytes, text: str = "") -> None:
     try:  # below PIPE_BUF, so that messages of several processes cannot mix
-        job.pipe.send_bytes(kind + text.encode(errors="replace")[:3500])
+        host.reports.send_bytes(kind + text.encode(errors="replace")[:3500])
     except OSError:
         os._exit(1)  # nobody listens any more
 
@@ -181,8 +222,8 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _writing_process(job: _Job) -> None:
-    _die_with(job.parent)
+def _writing_process(host: _Host) -> None:
+    _die_with(host.parent)
     os.setsid()  # a group that can be killed as one, out of reach of the terminal's Ctrl-C
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -196,11 +237,22 @@ def _writing_process(job: _Job) -> None:
         os._exit(1)
 
     signal.signal(signal.SIGTERM, stop)
+    part = Path("a .beton file")
     try:
-        _run_ffcv(job, workers)
-        _send(job, _DONE)
+        while True:
+            job: _Job = host.jobs.recv()
+            part = job.part
+            _run_ffcv(host, job, workers)
+            for worker in workers:
+                worker.join(10.0)
+                worker.kill()
+                worker.join()
+            workers.clear()
+            _send(host, _DONE)
+    except EOFError:  # no more files
+        pass
     except BaseException as error:
-        _send(job, _FAILURE, _explain(error, job.part))
+        _send(host, _FAILURE, _explain(error, part))
     stop()
 
 
@@ -214,15 +266,18 @@ class _WholeWrites(io.FileIO):
         return len(data)
 
 
-def _run_ffcv(job: _Job, workers: list[BaseProcess]) -> None:
+def _run_ffcv(host: _Host, job: _Job, workers: list[BaseProcess]) -> None:
     config: Any = importlib.import_module("numba.core.config")
     jit_disabled = config.DISABLE_JIT
     config.DISABLE_JIT = 1  # importing FFCV would compile for seconds what only its reader needs
     writer: Any = importlib.import_module("ffcv.writer")
     config.DISABLE_JIT = jit_disabled
+    # Not from `writer`, where those of the last file stand.
+    rgb_image_field: Any = importlib.import_module("ffcv.fields").RGBImageField
+    memory_allocator: Any = importlib.import_module("ffcv.memory_allocator").MemoryAllocator
     handlers: dict[int, Any] = writer.TYPE_ID_HANDLER
-    rgb_image_field: Any = handlers[beton.RGB_TYPE_ID]
-    owner = os.getpid()
+    owner, is_whole = os.getpid(), threading.Event()
+    watch = threading.Thread(target=_watch, args=(host, job, workers, is_whole), daemon=True)
 
     class Dataset:
         def __getitem__(self, index: int) -> tuple[JpegRecord, int, int, int]:
@@ -232,7 +287,7 @@ def _run_ffcv(job: _Job, workers: list[BaseProcess]) -> None:
             except BaseException as error:
                 problem = f"could not be read ({type(error).__name__}: {error}); repair it or leave it out"
             if problem:  # sent from here: FFCV can wait for other workers before it passes an error on
-                _send(job, _FAILURE, f"Record {index} {problem}.")
+                _send(host, _FAILURE, f"Record {index} {problem}.")
                 os._exit(1)
             return record, record.label, record.id, record.domain
 
@@ -243,11 +298,11 @@ def _run_ffcv(job: _Job, workers: list[BaseProcess]) -> None:
             destination["data_ptr"], storage = malloc(len(image.jpeg))
             memoryview(storage)[:] = image.jpeg
 
-    class Allocator(writer.MemoryAllocator):  # type: ignore[misc]
+    class Allocator(memory_allocator):  # type: ignore[misc]
         def __enter__(self) -> None:
             self.fp = _WholeWrites(self.fname, "ab")
 
-    class Worker(writer.Process):  # type: ignore[misc]
+    class Worker(multiprocessing.Process):
         def start(self) -> None:
             super().start()
             workers.append(self)
@@ -258,18 +313,18 @@ def _run_ffcv(job: _Job, workers: list[BaseProcess]) -> None:
             try:
                 super().run()
             except BaseException as error:
-                _send(job, _FAILURE, _explain(error, job.part))
+                _send(host, _FAILURE, _explain(error, job.part))
                 os._exit(1)
             raise SystemExit(_WORKER_DONE)
 
     class Progress:  # in place of FFCV's progress bar, which it makes when the last worker has started
         def __init__(self, **_: Any) -> None:
             self.done = 0
-            threading.Thread(target=_watch, args=(job, list(workers)), daemon=True).start()
+            watch.start()
 
         def update(self, more: int) -> None:
             self.done += int(more)
-            _send(job, _PROGRESS, str(self.done))
+            _send(host, _PROGRESS, str(self.done))
 
         def close(self) -> None: ...
 
@@ -277,21 +332,23 @@ def _run_ffcv(job: _Job, workers: list[BaseProcess]) -> None:
         # FFCV's named memory would outlive a killed process and is scarce in containers; forks need no name.
         return SimpleNamespace(buf=mmap.mmap(-1, size), close=lambda: None, unlink=lambda: None)
 
-    # FFCV has no hooks for these; this process does nothing but write this one file.
+    # FFCV has no hooks for these; this process does nothing but write.
     handlers[beton.RGB_TYPE_ID] = JpegField  # so a reader takes it for FFCV's RGBImageField
     writer.MemoryAllocator, writer.Process, writer.tqdm = Allocator, Worker, Progress
     writer.shared_memory = SimpleNamespace(SharedMemory=shared_memory)
     columns = {name: handlers[type_id]() for name, type_id in beton.FIELDS.items()}
-    output = writer.DatasetWriter(str(job.part), columns, job.page_size, job.num_workers)
+    output = writer.DatasetWriter(str(job.part), columns, job.page_size, host.num_workers)
     output.from_indexed_dataset(Dataset(), indices=range(len(job.records)), chunksize=_CHUNK)
+    is_whole.set()
+    watch.join()  # so that it says nothing about this file during the next
 
 
-def _watch(job: _Job, running: list[BaseProcess]) -> None:
+def _watch(host: _Host, job: _Job, workers: list[BaseProcess], is_whole: threading.Event) -> None:
     """Reports a worker that ended before its work did, which FFCV never notices."""
-    while running:
-        time.sleep(0.1)
+    running = list(workers)
+    while running and not is_whole.wait(0.1):
         for worker in [worker for worker in running if worker.exitcode is not None]:
             running.remove(worker)
             if worker.exitcode != _WORKER_DONE:
                 how = f"{_how_it_ended(worker.exitcode)}. Use fewer workers or run it again."
-                _send(job, _FAILURE, f"A worker process writing {job.part} {how}")
+                _send(host, _FAILURE, f"A worker process writing {job.part} {how}")
