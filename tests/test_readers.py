@@ -132,12 +132,13 @@ import numpy as np
 from ffcv.loader import Loader, OrderOption
 from ffcv.fields.decoders import IntDecoder, SimpleRGBImageDecoder
 
-loader = Loader(sys.argv[1], batch_size=16, num_workers=1, order=OrderOption.SEQUENTIAL, drop_last=False,
-                pipelines={"image": [SimpleRGBImageDecoder()], "label": [IntDecoder()], "id": [IntDecoder()],
-                           "domain": [IntDecoder()]})
-image, label, ident, domain = (np.concatenate(column) for column in zip(*[
-    [np.array(part) for part in batch] for batch in loader]))
-np.savez(sys.argv[2], image=image, label=label.ravel(), id=ident.ravel(), domain=domain.ravel())
+for number, path in enumerate(sys.argv[2:]):
+    loader = Loader(path, batch_size=16, num_workers=1, order=OrderOption.SEQUENTIAL, drop_last=False,
+                    pipelines={"image": [SimpleRGBImageDecoder()], "label": [IntDecoder()], "id": [IntDecoder()],
+                               "domain": [IntDecoder()]})
+    image, label, ident, domain = (np.concatenate(column) for column in zip(*[
+        [np.array(part) for part in batch] for batch in loader]))
+    np.savez(f"{sys.argv[1]}/{number}.npz", image=image, label=label.ravel(), id=ident.ravel(), domain=domain.ravel())
 """
 
 
@@ -148,13 +149,14 @@ def test_ffcvs_own_loader(tmp_path: Path) -> None:
     manifest = load_manifest(out)
     table = load_table(manifest, out)
     wanted = originals()
-    for number, shard in enumerate(manifest.shards):
-        result = tmp_path / "read.npz"
-        command = [sys.executable, "-W", "ignore", "-c", READ_WITH_FFCV, out / shard.path, result]
-        subprocess.run(command, check=True, timeout=200, capture_output=True)
+    command = [sys.executable, "-W", "ignore", "-c", READ_WITH_FFCV, tmp_path]
+    subprocess.run(
+        [*command, *(out / shard.path for shard in manifest.shards)], check=True, timeout=200, capture_output=True
+    )
+    for number in range(len(manifest.shards)):
         rows = table[table["ffcv_shard"] == number]
         rows = rows[np.argsort(rows["ffcv_place"])]
-        with np.load(result) as read:
+        with np.load(tmp_path / f"{number}.npz") as read:
             assert read["id"].tolist() == rows["id"].tolist()
             assert read["label"].tolist() == rows["label"].tolist()
             assert read["domain"].tolist() == rows["domain"].tolist()

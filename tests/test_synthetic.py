@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -29,14 +27,6 @@ def image(
     index: int = 0,
 ) -> npt.NDArray[np.uint8]:
     return synthetic.draw(label=label, num_classes=num_classes, style=style, size_px=size_px, seed=seed, index=index)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("style", range(len(synthetic.STYLES)))
@@ -183,7 +173,7 @@ def drawn_set(images_per_class: int, first_index: int) -> tuple[Tensor, Tensor]:
         ]
     )
     x_N3HW = torch.from_numpy(images_NHW3).permute(0, 3, 1, 2).float() / 255
-    return ((x_N3HW - 0.45) / 0.27).contiguous(), torch.tensor(labels)
+    return ((x_N3HW - 0.45) / 0.27).contiguous(memory_format=torch.channels_last), torch.tensor(labels)
 
 
 def train(model: nn.Module, x_N3HW: Tensor, y_N: Tensor, *, rate: float, decay: float, turn: bool) -> None:
@@ -211,7 +201,7 @@ def accuracy(model: nn.Module, x_N3HW: Tensor, y_N: Tensor) -> float:
     return float((model(x_N3HW).argmax(1) == y_N).float().mean())
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("one_thread")
 def test_a_small_resnet_learns_what_raw_pixels_do_not_give_away() -> None:
     x_N3HW, y_N = drawn_set(IMAGES_PER_CLASS, first_index=0)
     test_x_N3HW, test_y_N = drawn_set(TEST_IMAGES_PER_CLASS, first_index=1_000_000)
@@ -224,7 +214,7 @@ def test_a_small_resnet_learns_what_raw_pixels_do_not_give_away() -> None:
         linear_accuracy = max(linear_accuracy, accuracy(linear, test_x_N3HW, test_y_N))
 
     torch.manual_seed(0)
-    resnet = small_resnet()
+    resnet = small_resnet().to(memory_format=torch.channels_last)
     train(resnet, x_N3HW, y_N, rate=0.1, decay=5e-4, turn=True)
     resnet_accuracy = accuracy(resnet, test_x_N3HW, test_y_N)
 
