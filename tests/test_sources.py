@@ -333,7 +333,7 @@ def test_folder_names_of_any_kind(tree: Tree) -> None:
     ("spec", "says"),
     [
         ("imagnet:/x", "Did you mean 'imagenet"),
-        ("zzz:/x", "Known kinds"),
+        ("zzz:/x", "Known: cifar10"),
         ("synthetic:sise=32", "Did you mean 'size'"),
         ("synthetic:size=16", "use 32 to 256"),
         ("synthetic:classes=7", "use one of"),
