@@ -24,7 +24,6 @@ from dataprep.manifest import (
     DEFAULT_NAME,
     SPLITS,
     Manifest,
-    ManifestError,
     SplitName,
     load_manifest,
     sha256_of,
@@ -105,10 +104,7 @@ def build(job: BuildJob, console: Console, should_stop: Callable[[], bool] = lam
 
 
 def _already_built(job: BuildJob) -> BuildResult:
-    try:
-        manifest = load_manifest(job.out)
-    except ManifestError as error:
-        raise PrepError(str(error)) from None
+    manifest = load_manifest(job.out)
     encoding, scenario = manifest.encoding, manifest.scenario
     there = _identity(
         manifest.source.kind,

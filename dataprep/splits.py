@@ -113,12 +113,9 @@ def resplit(where: Path, scenario: Scenario, name: str) -> Manifest:
         raise PrepError(
             f"--name {name!r} cannot be used. Use letters, digits, '-', '_' and '.', and not {DEFAULT_NAME}."
         )
-    try:
-        path = manifest_path(where)
-        base = load_manifest(path)
-        table = load_table(base, path.parent)
-    except ManifestError as error:
-        raise PrepError(str(error)) from None
+    path = manifest_path(where)
+    base = load_manifest(path)
+    table = load_table(base, path.parent)
     target = path.parent / f"{name}.json"
     samples = samples_of(table)
     plan = split(samples, tuple(base.classes), tuple(base.domains), scenario)

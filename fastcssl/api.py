@@ -18,7 +18,7 @@ from fastcssl.encoders import EncoderConfig
 from fastcssl.evaluate import evaluate
 from fastcssl.forecast import Forecast, forecast
 from fastcssl.recipes import Recipe
-from fastcssl.request import Evaluated, Interrupted, Machine, Progress, Request
+from fastcssl.request import Evaluated, Machine, Progress, Request
 from fastcssl.runfolder import Folders, folders_of
 from fastcssl.scopes import check_scope
 from fastcssl.session import Outcome
@@ -151,8 +151,4 @@ def evaluate_runs(
             checkpoint_minutes=checkpoint_minutes,
             command=command,
         )
-        try:
-            return evaluate(targets, request, machine, references=others, progress=progress)
-        except Interrupted as interrupted:
-            stopped = interrupted  # all ranks alike: they may part in peace
-    raise stopped
+        return evaluate(targets, request, machine, references=others, progress=progress)

@@ -36,6 +36,10 @@ class RankLost(RuntimeError):
     """A rank that this one was waiting for is gone, or did not come within the timeout."""
 
 
+class Agreed(Exception):
+    """Raised by every rank alike, so that none is waited for in vain when they part."""
+
+
 @contextmanager
 def watched(action: str) -> Iterator[None]:
     """Turns what a collective raises when a peer is gone into RankLost. Also around the backward pass of DDP."""
@@ -206,7 +210,7 @@ def connect(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> tu
 def connected(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> Iterator[tuple[World, torch.device]]:
     """`connect` for the length of a block. A group that is there already is used and left.
 
-    After an error it is not taken down: that would wait for ranks which may be gone.
+    After an error of one rank it is not taken down: that would wait for ranks which may be gone.
     """
     if dist.is_available() and dist.is_initialized():
         device = _device(device_kind, int(os.environ.get("LOCAL_RANK", "0")))
@@ -218,7 +222,11 @@ def connected(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> 
         raise
     except RuntimeError as error:  # no such GPU, or an incomplete environment
         raise UserError(str(error)) from None
-    yield place
+    try:
+        yield place
+    except Agreed:
+        disconnect()
+        raise
     disconnect()
 
 

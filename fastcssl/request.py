@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fastcssl.config import Precision
-from fastcssl.dist import World
+from fastcssl.dist import Agreed, World
 from fastcssl.errors import UserError
 from fastcssl.probes.knn import Metric
 from fastcssl.results import Evaluation, Probe
@@ -45,7 +45,7 @@ class Request:
             raise UserError("There is nothing to evaluate: give a --probe, and a --scope or a --downstream set.")
 
 
-class Interrupted(Exception):
+class Interrupted(Agreed):
     def __init__(self, signal: int) -> None:
         super().__init__("Interrupted; what was found so far is kept, and the same command goes on.")
         self.signal = signal

@@ -398,3 +398,14 @@ def test_what_fails_on_a_rank_is_reported_and_the_next_call_works(how: str, says
 
 def rank_task(world: World) -> int:
     return world.rank
+
+
+@pytest.mark.parametrize(("error", "parted"), [(dist.Agreed, 1), (RankLost, 0)])
+def test_ranks_part_in_peace_only_when_all_end_alike(
+    error: type[Exception], parted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(dist, "disconnect", lambda: calls.append(True))
+    with pytest.raises(error), dist.connected("cpu"):
+        raise error("so it is")
+    assert len(calls) == parted

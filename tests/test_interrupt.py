@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from fastcssl.cli.endings import ended, together
-from fastcssl.dist import RankLost
+from fastcssl.dist import RankLost, connected
 from fastcssl.interrupt import Stop
 
 
@@ -87,7 +87,7 @@ def test_last_words_come_before_the_signal(harmless: dict[int, int], capsys: pyt
     """torchrun ends a rank as soon as another is dead, also one that is just leaving to say so."""
 
     def run(_: Console) -> int:
-        with together("cpu"):
+        with together(connected("cpu")):
             try:
                 with Stop():
                     raise RankLost("Another rank was lost.")

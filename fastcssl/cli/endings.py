@@ -2,17 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.markup import escape
 
 from fastcssl.errors import Diverged, UserError
 from fastcssl.interrupt import Stop
-
-if TYPE_CHECKING:
-    from fastcssl.dist import DeviceKind
 
 
 class Ended(Exception):
@@ -53,14 +49,12 @@ def _say(error: UserError | Ended) -> int:
 
 
 @contextmanager
-def together(device: "DeviceKind", *, timeout_s: float = 600.0) -> Iterator[None]:
+def together(connection: AbstractContextManager[object]) -> Iterator[None]:
     """The ranks connected for the length of a block, and last words before a signal may end this one.
 
     When a rank dies, torchrun ends the others at once, and they are the ones that know how to go on.
     """
-    from fastcssl.dist import connected
-
-    with connected(device, timeout_s=timeout_s), Stop():
+    with connection, Stop():
         try:
             with explained():
                 yield

@@ -114,6 +114,7 @@ def _run(words: list[str], console: Console) -> int:
 def _evaluate(options: Options, words: list[str], console: Console) -> int:
     from fastcssl import downstream
     from fastcssl.api import PATIENCE_S, evaluate_runs
+    from fastcssl.dist import connected
     from fastcssl.encoders import EncoderConfig
     from fastcssl.request import Interrupted, Request
     from fastcssl.scoreboard import Scoreboard, summary
@@ -139,9 +140,11 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
         random_encoder=options.random_encoder,
         again=options.again,
     )
-    stopped: Interrupted | None = None
-    with together(options.device, timeout_s=PATIENCE_S), Scoreboard(console, quiet=console.quiet) as board:
-        try:
+    try:
+        with (
+            together(connected(options.device, timeout_s=PATIENCE_S)),
+            Scoreboard(console, quiet=console.quiet) as board,
+        ):
             found = evaluate_runs(
                 options.runs,
                 request,
@@ -157,11 +160,9 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
                 command=shlex.join([PROG, *words]),
                 progress=board,
             )
-        except Interrupted as interrupted:
-            stopped = interrupted  # all ranks alike: they may part in peace
-    if stopped:
-        console.print(Text(str(stopped), "yellow"))
-        return 128 + stopped.signal
+    except Interrupted as interrupted:
+        console.print(Text(str(interrupted), "yellow"))
+        return 128 + interrupted.signal
     console.print(summary(found))
     _tell_missing(found, console)
     return 0

@@ -234,7 +234,7 @@ def _train(options: Options, found: Recipe, seeds: tuple[int, ...], out: Path, d
             world.barrier()
         return 0
     where: dict[str, Any] = {"data": data, "out": out, "resume": options.resume, "start_from": options.start_from}
-    with together(found.config.run.device):
+    with together(connected(found.config.run.device)):
         if seeds:
             outcomes = train_seeds(found, seeds, console=console, **where)
         else:
