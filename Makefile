@@ -71,4 +71,4 @@ $(VENV)/installed-bench: $(VENV)/installed-dev
 	@if $(PIP) --no-deps lightly lightning-utilities; then touch $@; else echo "Going on without lightly."; fi
 
 clean:
-	rm -rf build demo dist *.egg-info dataprep/*.so fastcssl/*.so
+	rm -rf build demo dist *.egg-info dataprep/*.so fastcssl/*/*.so

@@ -87,7 +87,7 @@ def native() -> Extension:
     sources += ["csrc/codec/jpeg.cpp", "csrc/codec/resize.cpp"]
     sources += ["csrc/views/cropper.cpp", "csrc/views/engine.cpp", *PHOTOMETRIC]
     return Pybind11Extension(
-        "fastcssl._native",
+        "fastcssl.data._native",
         sources,
         include_dirs=["csrc"],
         libraries=["jpeg"],
@@ -103,7 +103,7 @@ def ops() -> Extension:
         raise SystemExit("Building fastcssl needs torch. Install it first, then build with --no-build-isolation.")
     root = Path(torch.origin).parent
     return Extension(
-        "fastcssl._ops",
+        "fastcssl.ops._ops",
         ["csrc/ops.cpp", *PHOTOMETRIC, *INFONCE, *(KERNELS if find_cuda() else [])],
         include_dirs=["csrc"],
         define_macros=[("TORCH_TARGET_VERSION", TORCH_FLOOR), *([("FASTCSSL_WITH_CUDA", "1")] if find_cuda() else [])],

@@ -23,7 +23,7 @@ SMALL = ("--epochs", "1", "--batch-size", "32", "--encoder.name", "resnet18-w8",
 
 # Before anything else brings a libjpeg of its own, as Pillow and torchvision do.
 MAPPED_LIBJPEG = """
-import dataprep._codec as codec, fastcssl._native as native, numpy as np
+import dataprep._codec as codec, fastcssl.data._native as native, numpy as np
 gray = np.full((40, 24, 3), 128, np.uint8)
 assert codec.decode(codec.encode(gray, 90)) == (gray.tobytes(), 40, 24) and native.cuda_status()
 print(*{line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if "jpeg" in line}, sep="\\n")
@@ -65,7 +65,7 @@ def import_everything() -> int:
             Path(package.__file__ or "").is_relative_to(SITE), f"{name} is {package.__file__}, not the installed one"
         )
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-            if module.name == "fastcssl._ops":
+            if module.name == "fastcssl.ops._ops":
                 continue  # a library of torch operators; fastcssl.ops loads it
             try:
                 importlib.import_module(module.name)

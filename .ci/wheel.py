@@ -19,7 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST, WORK = ROOT / "dist", ROOT / "build" / "wheel"
 PACKAGES = ("dataprep", "fastcssl")
-COMPILED = ("dataprep/_codec.*.so", "fastcssl/_native.*.so", "fastcssl/_ops.*.so", "fastcssl.libs/libjpeg-*.so*")
+COMPILED = (
+    "dataprep/_codec.*.so",
+    "fastcssl/data/_native.*.so",
+    "fastcssl/ops/_ops.*.so",
+    "fastcssl.libs/libjpeg-*.so*",
+)
 # Whoever imports torch has loaded these; a second copy of them would be a second torch.
 OF_TORCH = ("libtorch*", "libc10*", "libcud*", "libnv*")
 LICENCES = (

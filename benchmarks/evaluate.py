@@ -35,18 +35,19 @@ from dataprep.build import BuildJob, build
 from dataprep.encode import Encoding
 from dataprep.scenario import Scenario
 from dataprep.sources import open_source
-from fastcssl.config import RunConfig
-from fastcssl.data import Prepared
-from fastcssl.evaluate import evaluate
-from fastcssl.features import embed, full_float32
-from fastcssl.nets import EncoderConfig, build_encoder
-from fastcssl.probes import Bench, Contender, ProbeViews, cached, linear
-from fastcssl.recipes import recipe
-from fastcssl.request import Machine, Request
-from fastcssl.scopes import plan
-from fastcssl.targets import open_targets
-from fastcssl.train import train
-from fastcssl.views import policy, with_size
+from fastcssl.config.config import RunConfig
+from fastcssl.config.recipes import recipe
+from fastcssl.data.prepared import Prepared
+from fastcssl.data.views import policy, with_size
+from fastcssl.evaluate.evaluate import evaluate
+from fastcssl.evaluate.features import embed, full_float32
+from fastcssl.evaluate.options import Machine, Request
+from fastcssl.evaluate.probes import Bench, Contender, ProbeViews, cached, linear
+from fastcssl.evaluate.scopes import plan
+from fastcssl.evaluate.targets import open_targets
+from fastcssl.learn.encoders import EncoderConfig
+from fastcssl.learn.nets import build_encoder
+from fastcssl.train.loop import train
 
 PACKAGES = ("fastcssl", "torch", "torchvision", "numpy")
 EPOCHS = 100  # of the protocol

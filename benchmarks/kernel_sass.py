@@ -80,7 +80,7 @@ def cuobjdump() -> str | None:
 
 
 def library() -> Path | None:
-    package = Path(__file__).parent.parent / "fastcssl"
+    package = Path(__file__).parent.parent / "fastcssl" / "ops"
     paths = (package / f"_ops{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((path for path in paths if path.is_file()), None)
 

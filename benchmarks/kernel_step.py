@@ -14,15 +14,16 @@ from kernel_process import extra_mb, in_new_process
 from torch import Tensor
 from torch.nn import functional
 
-from fastcssl import methods, strategies
-from fastcssl.copies import Bank
-from fastcssl.losses import unit
-from fastcssl.methods import BankConfig, Inputs, Method, Setting
-from fastcssl.nets import EncoderConfig, build_encoder
-from fastcssl.optim import OptimConfig, build_optimizer
-from fastcssl.step import Step, optimise
-from fastcssl.strategies import Task
-from fastcssl.strategies.pnr import Pnr, PnrConfig
+from fastcssl.learn import methods, strategies
+from fastcssl.learn.encoders import EncoderConfig
+from fastcssl.learn.losses import unit
+from fastcssl.learn.memory import Bank
+from fastcssl.learn.methods import BankConfig, Inputs, Method, Setting
+from fastcssl.learn.nets import build_encoder
+from fastcssl.learn.optim import OptimConfig, build_optimizer
+from fastcssl.learn.step import Step, optimise
+from fastcssl.learn.strategies import Task
+from fastcssl.learn.strategies.pnr import Pnr, PnrConfig
 
 Way = Literal["ours", "released"]
 NUM_COMPARED = 3  # steps whose losses are compared

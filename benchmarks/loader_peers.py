@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from loader_process import Feed, Job, die_with_parent, files_of, table_rows
 
-from fastcssl.views import Policy, ViewSpec
+from fastcssl.data.views import Policy, ViewSpec
 
 # ---- torchvision -----------------------------------------------------------------------------------------------------
 

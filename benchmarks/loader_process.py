@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastcssl.views import Policy, policy
+from fastcssl.data.views import Policy, policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ class Feed:
 @functools.cache
 def prepared(manifest: Path) -> Any:
     """Opened once a process: a loader's clock starts after it."""
-    from fastcssl.data import Prepared
+    from fastcssl.data.prepared import Prepared
 
     return Prepared.open(manifest)
 
 
 def selection_of(data: Any, task: int | None) -> Any:
-    from fastcssl.data import Selection
+    from fastcssl.data.prepared import Selection
 
     tasks = tuple(range(len(data.manifest.tasks))) if task is None else (task,)
     return Selection(tasks=tasks, order="endless")
@@ -88,15 +88,15 @@ def files_of(job: Job, task: int | None) -> list[str]:
 class _Ours(Feed):
     """The full policy goes through the Loader; geometry alone asks the back end itself, with the same plan."""
 
-    modules: ClassVar[tuple[str, ...]] = ("fastcssl.loaders.stream",)
+    modules: ClassVar[tuple[str, ...]] = ("fastcssl.data.loader",)
     loader: ClassVar[str]
     augment: ClassVar[Any] = "fused"
 
     def __init__(self, job: Job) -> None:
         import torch
 
-        from fastcssl.loaders import BackendConfig, choose
-        from fastcssl.loaders.stream import Loader, LoaderConfig
+        from fastcssl.data.backends import BackendConfig, choose
+        from fastcssl.data.loader import Loader, LoaderConfig
 
         super().__init__(job)
         torch.set_num_threads(job.num_threads)
@@ -125,8 +125,8 @@ class _Ours(Feed):
             )
 
     def stream(self, task: int | None) -> Iterator[Any]:
-        from fastcssl.dist import World
-        from fastcssl.loaders.plan import EpochPlan
+        from fastcssl.data.order import EpochPlan
+        from fastcssl.distributed.world import World
 
         selection = selection_of(self.data, task)
         self.epoch += 1

@@ -26,10 +26,10 @@ from timing import environment
 
 from dataprep import synthetic
 from dataprep.cli import main as prepare
-from fastcssl import metrics
 from fastcssl.cli.train import parsed
-from fastcssl.recipes import recipe
-from fastcssl.train import train
+from fastcssl.config.recipes import recipe
+from fastcssl.runs import metrics
+from fastcssl.train.loop import train
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 PROBES = ("linear", "knn")

@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from timing import environment, write_json_lines
 
-from fastcssl import methods, strategies
-from fastcssl.recipes import recipe
+from fastcssl.config.recipes import recipe
+from fastcssl.learn import methods, strategies
 
 RESULTS = Path(__file__).parent / "results" / "sweep.jsonl"
 SOURCE = "synthetic:classes=20,train=40,val=10"

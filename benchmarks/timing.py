@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastcssl.checkout import git
+from fastcssl.runs.git import git
 
 _HERE = Path(__file__).parent
 _CHANGES = ("status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)benchmarks/results")

@@ -61,7 +61,7 @@ class Lightly(Contender):
         from lightly.models.modules import MoCoProjectionHead
         from lightly.models.utils import deactivate_requires_grad
 
-        from fastcssl.nets import build_encoder
+        from fastcssl.learn.nets import build_encoder
 
         super().__init__(job)
         method, optim = self.config.method, self.config.optim
@@ -146,7 +146,7 @@ class Pictures:
     def __init__(self, job: Job) -> None:
         import numpy as np
 
-        from fastcssl.data import Prepared, Selection
+        from fastcssl.data.prepared import Prepared, Selection
 
         data = Prepared.open(job.manifest)
         rows = data.table[data.rows(Selection(tasks=(job.task,)))]

@@ -49,9 +49,9 @@ class Job:
 
 def config_of(job: Job) -> Any:
     """The recipe's values, but for the size of everything. Both sides take theirs from here."""
-    from fastcssl.config import ExpectConfig, RunConfig, ViewsConfig
-    from fastcssl.nets import EncoderConfig
-    from fastcssl.recipes import recipe
+    from fastcssl.config.config import ExpectConfig, RunConfig, ViewsConfig
+    from fastcssl.config.recipes import recipe
+    from fastcssl.learn.encoders import EncoderConfig
 
     found: Any = recipe(f"{'cifar' if job.stem == 'cifar' else 'imagenet'}100-class5", "moco", job.strategy).config
     bank = replace(found.method.bank, size=job.bank_size, initial="random")  # full from the first step, as lightly's
@@ -76,12 +76,17 @@ class Contender:
     """A side's training, cut into its parts."""
 
     # Imported before any clock starts, and before memory is first looked at.
-    modules: ClassVar[tuple[str, ...]] = ("fastcssl.run", "fastcssl.recipes", "fastcssl.rates", "torchvision.models")
+    modules: ClassVar[tuple[str, ...]] = (
+        "fastcssl.train.build",
+        "fastcssl.config.recipes",
+        "fastcssl.runs.timing",
+        "torchvision.models",
+    )
 
     def __init__(self, job: Job) -> None:
         import torch
 
-        from fastcssl.run import amp_dtype
+        from fastcssl.learn.precision import amp_dtype
 
         self.job, self.config, self.device = job, config_of(job), torch.device(job.device)
         self.amp_dtype = amp_dtype(self.config.precision, self.device)
@@ -105,15 +110,14 @@ class Contender:
 
 
 class Ours(Contender):
-    modules = (*Contender.modules, "fastcssl.step", "fastcssl.schedule")
+    modules = (*Contender.modules, "fastcssl.learn.step", "fastcssl.learn.optim")
 
     def __init__(self, job: Job) -> None:
-        from fastcssl.data import Selection
-        from fastcssl.dist import World
-        from fastcssl.optim import build_optimizer, set_lr
-        from fastcssl.run import Run
-        from fastcssl.schedule import lr_at, lr_peak
-        from fastcssl.step import Step
+        from fastcssl.data.prepared import Selection
+        from fastcssl.distributed.world import World
+        from fastcssl.learn.optim import build_optimizer, lr_at, lr_peak, set_lr
+        from fastcssl.learn.step import Step
+        from fastcssl.train.build import Run
 
         super().__init__(job)
         config = self.config
@@ -129,7 +133,7 @@ class Ours(Contender):
         self.num_steps = 0
 
     def batches(self) -> Iterator[Any]:
-        from fastcssl.methods import Inputs
+        from fastcssl.learn.methods import Inputs
 
         for batch in self.stream.epoch(0):
             yield Inputs(views=batch.views, label=batch.label, id=batch.id)
@@ -138,7 +142,7 @@ class Ours(Contender):
         return replace(batch, views=tuple(view.clone() for view in batch.views))
 
     def train(self, batch: Any) -> Any:
-        from fastcssl.step import optimise
+        from fastcssl.learn.step import optimise
 
         terms = optimise(self.module, batch, self.optimizer, self.scaler, amp_dtype=self.amp_dtype)
         self.run.method.after_step(self.num_steps, 1_000_000)
@@ -237,7 +241,7 @@ def begin(job: Job) -> float:
 def advance(num_batches: int) -> Slice:
     import torch
 
-    from fastcssl.rates import DeviceIdle
+    from fastcssl.runs.timing import DeviceIdle
 
     contender, mode = _Running.contender, _Running.contender.job.mode
     idle = DeviceIdle(contender.device, window=num_batches)

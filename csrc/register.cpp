@@ -1,4 +1,4 @@
-// fastcssl._native: the Python face of the loader's engine and of what this build can do.
+// fastcssl.data._native: the Python face of the loader's engine and of what this build can do.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -6,7 +6,7 @@ up when they are first used, so that importing this package costs nothing.
 
 from typing import TYPE_CHECKING
 
-from dataprep.names import homes, on_demand
+from dataprep.lazy_exports import homes, on_demand
 
 if TYPE_CHECKING:
     from dataprep.api import build_data, draw_sheet, split_data, verify_data

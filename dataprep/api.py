@@ -104,7 +104,7 @@ def draw_sheet(where: Path | str, png: Path | str, *, views: str | None = None) 
     """
     path, png = manifest_path(Path(where)), Path(png)
     if views is not None:
-        from dataprep.view_sheet import view_sheet  # here: it needs torch, which nothing else of prep does
+        from fastcssl.data.view_sheet import view_sheet  # here: it needs torch, which nothing else of prep does
 
         sheet = view_sheet(path, views)
     else:

@@ -11,7 +11,7 @@ image averaged down to 64 px is close to the 64-px image. The aspect ratio frame
 
 Difficulty, measured at 32 px with 30 classes and mixed styles (chance 3.3 %), on 40 unseen images per class:
 with 120 images per class and 10 epochs a softmax on raw pixels reaches 13 to 17 % and the small ResNet of
-tests/test_synthetic.py 76 %; with 300 images per class, 17 % after 10 epochs and 99 % after 12.
+tests/prep/test_synthetic.py 76 %; with 300 images per class, 17 % after 10 epochs and 99 % after 12.
 """
 
 from __future__ import annotations

@@ -1,32 +1,32 @@
 """Continual self-supervised learning on images, as fast as the hardware allows.
 
 Everything that the commands do, from Python (docs/python.md): `recipe`, `train_run`, `evaluate_runs`, `report_runs`,
-`diagnose`; the parts to build with are `Prepared`, `Loader`, `info_nce` and the packages `methods` and `strategies`.
+`diagnose`; the parts to build with are `Prepared`, `Loader`, `info_nce` and `fastcssl.learn`.
 Images are prepared by the package `dataprep`. A function is named by its verb and what it works on, as plain verbs are
-modules (`fastcssl.train` is the loop). Names are looked up when they are first used: importing this needs no torch.
+packages (`fastcssl.train` trains). Names are looked up when they are first used: importing this needs no torch.
 """
 
 from typing import TYPE_CHECKING
 
-from dataprep.names import homes, on_demand
+from dataprep.lazy_exports import homes, on_demand
 
 if TYPE_CHECKING:
     from fastcssl.api import evaluate_runs, forecast_run, train_run, train_seeds
-    from fastcssl.config import Config
-    from fastcssl.data import Prepared, Selection
-    from fastcssl.doctor.looks import diagnose
+    from fastcssl.config.config import Config
+    from fastcssl.config.recipes import RECIPES, Recipe, recipe
+    from fastcssl.data.loader import Batch, Loader, LoaderConfig
+    from fastcssl.data.prepared import Prepared, Selection
+    from fastcssl.data.views import Policy, ViewSpec, policy
+    from fastcssl.doctor.checks import diagnose
     from fastcssl.errors import Diverged, UserError
-    from fastcssl.forecast import Forecast
-    from fastcssl.loaders.stream import Batch, Loader, LoaderConfig
-    from fastcssl.nets import load_encoder
+    from fastcssl.evaluate.options import Evaluated, Request
+    from fastcssl.learn.encoder_file import load_encoder
     from fastcssl.ops import info_nce
-    from fastcssl.recipes import RECIPES, Recipe, recipe
     from fastcssl.report import Report, report_runs
     from fastcssl.report.runs import RunRecord, read_run
-    from fastcssl.request import Evaluated, Request
-    from fastcssl.results import Evaluation
-    from fastcssl.session import Outcome
-    from fastcssl.views import Policy, ViewSpec, policy
+    from fastcssl.runs.results import Evaluation
+    from fastcssl.train.forecast import Forecast
+    from fastcssl.train.session import Outcome
 
 __version__ = "0.1.0"
 __all__ = [
@@ -67,21 +67,21 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and so knows a 
     _HOME = homes(
         {
             "api": ("evaluate_runs", "forecast_run", "train_run", "train_seeds"),
-            "config": ("Config",),
-            "data": ("Prepared", "Selection"),
-            "doctor.looks": ("diagnose",),
+            "config.config": ("Config",),
+            "data.prepared": ("Prepared", "Selection"),
+            "doctor.checks": ("diagnose",),
             "errors": ("Diverged", "UserError"),
-            "forecast": ("Forecast",),
-            "loaders.stream": ("Batch", "Loader", "LoaderConfig"),
-            "nets": ("load_encoder",),
+            "train.forecast": ("Forecast",),
+            "data.loader": ("Batch", "Loader", "LoaderConfig"),
+            "learn.encoder_file": ("load_encoder",),
             "ops": ("info_nce",),
-            "recipes": ("RECIPES", "Recipe", "recipe"),
+            "config.recipes": ("RECIPES", "Recipe", "recipe"),
             "report": ("Report", "report_runs"),
             "report.runs": ("RunRecord", "read_run"),
-            "request": ("Evaluated", "Request"),
-            "results": ("Evaluation",),
-            "session": ("Outcome",),
-            "views": ("Policy", "ViewSpec", "policy"),
+            "evaluate.options": ("Evaluated", "Request"),
+            "runs.results": ("Evaluation",),
+            "train.session": ("Outcome",),
+            "data.views": ("Policy", "ViewSpec", "policy"),
         }
     )
     __getattr__, __dir__ = on_demand(globals(), _HOME)

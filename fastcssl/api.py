@@ -1,8 +1,8 @@
 """What the commands do, as functions: a verb of the command line and what it works on. `fastcssl` hands them on.
 
-Plain verbs are modules here (`fastcssl.train` is the loop), so no name has two meanings. Nothing is printed unless a
+Plain verbs are packages here (`fastcssl.train` trains), so no name has two meanings. Nothing is printed unless a
 console is given. Under torchrun every rank calls alike and rank 0 writes; alone, nothing need be connected. A user's
-mistake is a `UserError`, or the error of what was opened (`dataprep.ManifestError`, `fastcssl.loaders.LoaderError`).
+mistake is a `UserError`, or the error of what was opened (`dataprep.ManifestError`, `LoaderError`).
 """
 
 import dataclasses
@@ -11,19 +11,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-import fastcssl.train as loop
-from fastcssl.config import Precision, Resume
-from fastcssl.dist import DeviceKind, connected
-from fastcssl.encoders import EncoderConfig
-from fastcssl.evaluate import evaluate
-from fastcssl.forecast import Forecast, forecast
-from fastcssl.recipes import Recipe
-from fastcssl.request import Evaluated, Machine, Progress, Request
-from fastcssl.runfolder import Folders, folders_of
-from fastcssl.scopes import check_scope
-from fastcssl.session import Outcome
-from fastcssl.targets import open_references, open_targets
-from fastcssl.views import Family
+import fastcssl.train.loop as loop
+from fastcssl.config.config import Resume
+from fastcssl.config.recipes import Recipe
+from fastcssl.data.views import Family
+from fastcssl.distributed.world import DeviceKind, connected
+from fastcssl.evaluate.evaluate import evaluate
+from fastcssl.evaluate.options import Evaluated, Machine, Progress, Request
+from fastcssl.evaluate.scopes import check_scope
+from fastcssl.evaluate.targets import open_references, open_targets
+from fastcssl.learn.encoders import EncoderConfig
+from fastcssl.learn.precision import Precision
+from fastcssl.runs.layout import Folders, folders_of
+from fastcssl.train.forecast import Forecast, forecast
+from fastcssl.train.session import Outcome
 
 PATIENCE_S = 6 * 3600.0  # a rank may solve a regression for hours while the others wait
 
@@ -128,7 +129,7 @@ def evaluate_runs(
     default the paper's linear probe over all classes. references: runs of one task alone, for plasticity.
     architecture, family, out: of encoder files that do not say so, and where their results go. num_threads: of the
     loader, by default one a core. checkpoint_minutes: how often a long probe is saved. command: noted in the results.
-    What is known already is read, not computed. A signal is raised as `fastcssl.request.Interrupted`, all kept.
+    What is known already is read, not computed. A signal is raised as `evaluate.options.Interrupted`, all kept.
     """
     request = request or Request()
     for scope in request.scopes:

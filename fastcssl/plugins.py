@@ -5,31 +5,31 @@ import pkgutil
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from dataprep.words import nearest
+from dataprep.suggest import nearest
 from fastcssl.errors import UserError
 
 Part = TypeVar("Part")
 
 
 class Plugins(Generic[Part]):
-    """`what` is "method": each module of `package` holds a class METHOD, and the entry points' group is its name."""
+    """`what` is "method": each module of `package` holds a class METHOD, and others' are entry points of `group`."""
 
-    def __init__(self, what: str, package: str) -> None:
-        self._what, self._package = what, package
+    def __init__(self, what: str, package: str, group: str) -> None:
+        self._what, self._package, self._group = what, package, group
 
     def _own(self) -> tuple[str, ...]:
         path = importlib.import_module(self._package).__path__
         return tuple(sorted(info.name for info in pkgutil.iter_modules(path)))
 
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({*self._own(), *(point.name for point in entry_points(group=self._package))}))
+        return tuple(sorted({*self._own(), *(point.name for point in entry_points(group=self._group))}))
 
     def find(self, name: str) -> type[Part]:
         """The class of a module here, or what an entry point names."""
         if name in self._own():
             found: Any = getattr(importlib.import_module(f"{self._package}.{name}"), self._what.upper())
         elif name in self.names():
-            point = next(iter(entry_points(group=self._package, name=name)))
+            point = next(iter(entry_points(group=self._group, name=name)))
             try:
                 found = point.load()
             except Exception as error:  # someone else's code

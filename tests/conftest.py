@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 if TYPE_CHECKING:
-    from fastcssl.data import Prepared
+    from fastcssl.data.prepared import Prepared
 
 Pixels = npt.NDArray[np.uint8]
 

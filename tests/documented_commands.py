@@ -22,11 +22,11 @@ from standins import SMALL, StandIns, configured, has_flags, recipe_of, small
 from torch.distributed.run import get_args_parser
 
 import dataprep.cli
-from fastcssl import forecast
 from fastcssl.cli import doctor, report, train
 from fastcssl.cli import eval as evaluation
-from fastcssl.dist import World
-from fastcssl.scopes import check_scope
+from fastcssl.distributed.world import World
+from fastcssl.evaluate.scopes import check_scope
+from fastcssl.train import forecast
 
 SMALL_PROBE = ("--epochs", "1", "--device", "cpu", "--precision", "fp32", "--num-threads", "1")
 Launch = Callable[[list[str]], None]  # runs the words on several ranks
@@ -109,7 +109,7 @@ class Shell:
             self.standins.prepared(str(options.data))
         for scope in options.scope:
             assert scope == "none" or check_scope(scope) is None
-        # 1 % of a stand-in's images is none: tests/test_scopes.py has those.
+        # 1 % of a stand-in's images is none: tests/evaluate/test_scopes.py has those.
         seen = [scope for scope in options.scope if not scope.startswith("semi-")] or ["all"]
         own = [word for word in words if not word.startswith("semi-")] + ["--scope", *seen, *SMALL_PROBE]
         if options.architecture:
@@ -130,7 +130,7 @@ class Shell:
 
     def doctor(self, words: list[str]) -> None:
         options = tyro.cli(doctor.Options, args=words, config=(tyro.conf.FlagCreatePairsOff,))
-        if options.full:  # runs tests/gpu, minutes: tests/test_doctor.py
+        if options.full:  # runs tests/gpu, minutes: tests/doctor/test_doctor.py
             return
         if options.data is not None:
             options.data.mkdir(parents=True, exist_ok=True)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastcssl import methods, strategies
-from fastcssl.copies import Bank
-from fastcssl.data import Prepared
-from fastcssl.dist import World
-from fastcssl.loaders.stream import Loader, LoaderConfig
-from fastcssl.methods import BankConfig, Inputs, Method, MethodConfig, Setting
-from fastcssl.nets import seeded
-from fastcssl.step import Step
-from fastcssl.strategies import Distilling, Strategy, Task
-from fastcssl.views import policy, with_size
+from fastcssl.data.loader import Loader, LoaderConfig
+from fastcssl.data.prepared import Prepared
+from fastcssl.data.views import policy, with_size
+from fastcssl.distributed.world import World
+from fastcssl.learn import methods, strategies
+from fastcssl.learn.memory import Bank
+from fastcssl.learn.methods import BankConfig, Inputs, Method, MethodConfig, Setting
+from fastcssl.learn.nets import seeded
+from fastcssl.learn.step import Step
+from fastcssl.learn.strategies import Distilling, Strategy, Task
 
 BATCH, SIZE_PX, NUM_STEPS = 16, 12, 20
 SMALL = {"hidden": 16, "dim": 8, "predictor_hidden": 16, "bank": BankConfig(size=40)}  # 40: no multiple of the batch

@@ -8,10 +8,10 @@ import torch
 from conftest import backend as require
 from conftest import prep_ok
 
-from fastcssl.data import Prepared
-from fastcssl.loaders import backends
-from fastcssl.loaders.stream import Batch, LoaderConfig
-from fastcssl.views import policy, with_size
+from fastcssl.data.backends import backends
+from fastcssl.data.loader import Batch, LoaderConfig
+from fastcssl.data.prepared import Prepared
+from fastcssl.data.views import policy, with_size
 
 NAMES = backends()
 FORMATS = {"native": "tar", "dali": "tar", "ffcv": "ffcv", "resident": "array", "torchvision": "tar"}

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastcssl.config import plain
-from fastcssl.recipes import RECIPES, recipe
-from fastcssl.results import EvaluatedData, EvaluatedEncoder, Evaluation, MadeBy, Probe, References, metrics_of
-from fastcssl.runlog import EpochReport, RunLog, StepReport, TaskReport
-from fastcssl.status import Status, write_status
+from fastcssl.config.config import plain
+from fastcssl.config.recipes import RECIPES, recipe
+from fastcssl.runs.log import EpochReport, RunLog, StepReport, TaskReport
+from fastcssl.runs.results import EvaluatedData, EvaluatedEncoder, Evaluation, MadeBy, Probe, References, metrics_of
+from fastcssl.runs.status import Status, write_status
 
 _TERMS: Mapping[str, Sequence[str]] = {"pnr": ("plasticity", "stability"), "cassle": ("moco", "cassle")}
 

@@ -26,10 +26,12 @@ from typing import Any, Never
 import torch
 import torch.distributed as dist
 
-from fastcssl.dist import World
+from fastcssl.distributed.world import World
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["torch", "torch.distributed", "torchvision", "pytest", "fastcssl.dist"])
+_FORKSERVER.set_forkserver_preload(
+    ["torch", "torch.distributed", "torchvision", "pytest", "fastcssl.distributed.world"]
+)
 _GRACE_S = 0.5  # for the other ranks to say what they saw, once one has failed
 _SILENT = "has not returned"
 _kept: dict[int, "Ranks"] = {}

@@ -13,11 +13,11 @@ import torch
 from conftest import prep_ok
 from lab import small
 
-from fastcssl.config import ExpectConfig, RunConfig
-from fastcssl.nets import EncoderConfig
-from fastcssl.recipes import Recipe, recipe
-from fastcssl.session import Outcome
-from fastcssl.train import train
+from fastcssl.config.config import ExpectConfig, RunConfig
+from fastcssl.config.recipes import Recipe, recipe
+from fastcssl.learn.encoders import EncoderConfig
+from fastcssl.train.loop import train
+from fastcssl.train.session import Outcome
 
 
 def prepared(out: Path, scenario: str = "class", tasks: int = 2, source: str = "classes=20,train=4,val=2") -> Path:

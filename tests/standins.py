@@ -22,7 +22,7 @@ from dataprep.scenario import DOMAINNET_ORDER
 from dataprep.sources.imagenet import CMC_CLASSES
 from fastcssl.cli import train as train_command
 from fastcssl.cli.listing import flag_of
-from fastcssl.recipes import RECIPES, Recipe
+from fastcssl.config.recipes import RECIPES, Recipe
 
 VARIABLES = {"SCRATCH": "/scratch", "HOME": "/home/me", "TMPDIR": "/tmp", "USER": "me"}
 FOLDERS = "data|scratch|home|tmp|mnt|nvme|fast|shared|local"

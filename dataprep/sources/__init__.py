@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dataprep.errors import PrepError
 from dataprep.samples import Sample, Samples
-from dataprep.words import nearest
+from dataprep.suggest import nearest
 
 SMALL_PX = 128  # images of one size up to this are stored as an array
 Payload = str | bytes | npt.NDArray[np.uint8]  # the path of a file, its bytes, or pixels [height, width, 3]

@@ -7,7 +7,7 @@ from dataprep.errors import PrepError
 from dataprep.samples import Samples
 from dataprep.scenario import DOMAINNET_ORDER
 from dataprep.sources import Source, SourceRequest
-from dataprep.words import nearest
+from dataprep.suggest import nearest
 
 KINDS = ("domainnet",)
 

@@ -9,7 +9,7 @@ from dataprep import _codec, synthetic
 from dataprep.errors import PrepError
 from dataprep.samples import Sample, Samples
 from dataprep.sources import Payload, Source, SourceRequest
-from dataprep.words import nearest
+from dataprep.suggest import nearest
 
 KINDS = ("synthetic",)
 _JPEG_QUALITY = 92

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Console(stderr=True).status("") as status:
         import torch
 
-        from fastcssl.doctor.looks import looks
+        from fastcssl.doctor.checks import checks
         from fastcssl.doctor.show import show_section, show_verdict
 
         has_gpu = torch.cuda.is_available()
@@ -49,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.json:
             console.print(about, highlight=False)
         sections: list[Section] = []
-        for title, look in looks(options.data, full=options.full):
+        for title, check in checks(options.data, full=options.full):
             status.update(title)
-            sections.append(look())
+            sections.append(check())
             if not options.json:
                 show_section(console, sections[-1])
     is_well = all(finding.status != "failed" for section in sections for finding in section.findings)

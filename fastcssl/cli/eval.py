@@ -12,11 +12,11 @@ from rich.text import Text
 
 from dataprep import help
 from dataprep.help import Flag
-from fastcssl.cli.endings import ended, explained, together
+from fastcssl.cli.exit_codes import ended, explained, together
 from fastcssl.errors import UserError
 
 if TYPE_CHECKING:
-    from fastcssl.request import Evaluated
+    from fastcssl.evaluate.options import Evaluated
 
 PROG = "fastcssl-eval"
 ProbeName = Literal["linear", "linear-cached", "knn"]
@@ -112,12 +112,12 @@ def _run(words: list[str], console: Console) -> int:
 
 
 def _evaluate(options: Options, words: list[str], console: Console) -> int:
-    from fastcssl import downstream
     from fastcssl.api import PATIENCE_S, evaluate_runs
-    from fastcssl.dist import connected
-    from fastcssl.encoders import EncoderConfig
-    from fastcssl.request import Interrupted, Request
-    from fastcssl.scoreboard import Scoreboard, summary
+    from fastcssl.distributed.world import connected
+    from fastcssl.evaluate import downstream
+    from fastcssl.evaluate.options import Interrupted, Request
+    from fastcssl.evaluate.scoreboard import Scoreboard, summary
+    from fastcssl.learn.encoders import EncoderConfig
 
     try:
         architecture = EncoderConfig(name=options.architecture, stem=options.stem) if options.architecture else None
@@ -170,7 +170,7 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
 
 def _tell_missing(outcomes: "list[Evaluated]", console: Console) -> None:
     """The commands that make the references which plasticity lacks, each once."""
-    from fastcssl.references import missing_commands
+    from fastcssl.evaluate.targets import missing_commands
 
     commands: dict[str, None] = {}
     for outcome in outcomes:

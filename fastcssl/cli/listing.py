@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataprep.help import grid
-from fastcssl.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, Recipe, flat
+from fastcssl.config.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, Recipe, flat
 
 PROG = "fastcssl-train"
 Kind = Literal["methods", "strategies"]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dataprep import help
 from dataprep.help import Flag
-from fastcssl.cli.endings import ended
+from fastcssl.cli.exit_codes import ended
 from fastcssl.errors import UserError
 
 PROG = "fastcssl-report"

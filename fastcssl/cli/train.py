@@ -14,15 +14,15 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from dataprep.words import nearest
-from fastcssl.cli.endings import ended, explained, together
+from dataprep.suggest import nearest
+from fastcssl.cli.exit_codes import ended, explained, together
 from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, usage, values
-from fastcssl.display import PROBE_NAMES
+from fastcssl.config.recipes import RECIPES, Recipe, Settings, flat, recipe
 from fastcssl.errors import UserError
-from fastcssl.recipes import RECIPES, Recipe, Settings, flat, recipe
+from fastcssl.runs.display import PROBE_NAMES
 
 if TYPE_CHECKING:
-    from fastcssl.session import Outcome
+    from fastcssl.train.session import Outcome
 
 _LISTED = ("moco", "pnr")  # when --list names a recipe alone
 _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
@@ -117,8 +117,8 @@ def _missing(words: Sequence[str]) -> str:
 
 def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool = True) -> tuple[Options, Recipe]:
     """The recipe with what the flags change. Exits, by tyro, where a flag is not understood."""
-    from fastcssl import methods, strategies
-    from fastcssl.config import Config
+    from fastcssl.config.config import Config
+    from fastcssl.learn import methods, strategies
 
     hints, fields = typing.get_type_hints(Config), []
     for field in dataclasses.fields(Config):
@@ -190,8 +190,8 @@ def _default_out(words: Sequence[str], seed: int | None) -> Path:
 
 
 def _status(args: list[str], console: Console) -> int:
-    from fastcssl.runlog import RunLogError
-    from fastcssl.status import STATUS, summary
+    from fastcssl.runs.log import RunLogError
+    from fastcssl.runs.status import STATUS, summary
 
     if len(args) != 1 or args[0].startswith("-"):
         console.print(f"usage: {PROG} status RUN", markup=False)
@@ -223,10 +223,10 @@ def _with_options(words: Sequence[str], options: Options, found: Recipe, args: S
 
 def _train(options: Options, found: Recipe, seeds: tuple[int, ...], out: Path, data: Path, console: Console) -> int:
     from fastcssl.api import forecast_run, train_run, train_seeds
-    from fastcssl.dist import connected
+    from fastcssl.distributed.world import connected
 
     if options.dry_run:
-        from fastcssl.forecast import shown
+        from fastcssl.train.forecast import shown
 
         with connected(found.config.run.device) as (world, _):
             if world.rank == 0:

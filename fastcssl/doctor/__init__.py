@@ -53,10 +53,10 @@ REINSTALL = (
 REPORT_IT = "This should not happen: please report it, with the output of fastcssl-doctor --json."
 
 
-def look(title: str, looks: Iterable[tuple[str, Callable[[], Finding | Iterable[Finding]]]]) -> Section:
+def run_checks(title: str, checks: Iterable[tuple[str, Callable[[], Finding | Iterable[Finding]]]]) -> Section:
     """A look that raises is a failure of what it looked at, not of the doctor."""
     findings: list[Finding] = []
-    for name, function in looks:
+    for name, function in checks:
         try:
             found = function()
             findings += [found] if isinstance(found, Finding) else list(found)

@@ -11,11 +11,11 @@ from types import ModuleType
 import torch
 
 from fastcssl import ops
-from fastcssl.doctor import REINSTALL, Finding, Section, failed, look, note, ok
+from fastcssl.doctor import REINSTALL, Finding, Section, failed, note, ok, run_checks
 
 
 def build() -> Section:
-    return look(
+    return run_checks(
         "Build",
         [
             ("codec", codec),
@@ -60,9 +60,9 @@ def _libjpeg(extension: Path) -> str:
 
 
 def engine() -> Finding:
-    module = _import("fastcssl._native")
+    module = _import("fastcssl.data._native")
     if isinstance(module, str):
-        return failed("engine", f"fastcssl._native does not load: {module}", REINSTALL)
+        return failed("engine", f"fastcssl.data._native does not load: {module}", REINSTALL)
     return ok("engine", f"the native loader is there; its photometry runs on {module.photometric_isa()}")
 
 
@@ -77,7 +77,7 @@ def operators() -> Finding:
 
 def compiler() -> Finding:
     """What would build it again here, and what torch.compile would use."""
-    module = _import("fastcssl._native")
+    module = _import("fastcssl.data._native")
     # setup.py's flags; kernels come in three versions, and the CPU's own is chosen when they run.
     built_by = (
         f"built by GCC or Clang {module.compiler}, -O3, for portable, AVX2 and AVX-512 at once"
@@ -96,7 +96,7 @@ def compiler() -> Finding:
 
 
 def cuda_build() -> Iterator[Finding]:
-    module = _import("fastcssl._native")
+    module = _import("fastcssl.data._native")
     if isinstance(module, str):
         return
     status = module.cuda_status()

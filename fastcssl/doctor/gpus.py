@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fastcssl.doctor import Finding, Section, failed, look, note, ok
+from fastcssl.doctor import Finding, Section, failed, note, ok, run_checks
 
 
 def gpus() -> Section:
-    return look("GPUs", [("GPUs", cards)])
+    return run_checks("GPUs", [("GPUs", cards)])
 
 
 def cards() -> Iterator[Finding]:
@@ -65,7 +65,7 @@ def _none() -> Finding:
 def _built_for() -> list[str]:
     """Architectures in the operators' library; empty when unknown."""
     try:
-        from fastcssl import _native
+        from fastcssl.data import _native
     except ImportError:
         return []
     status: Any = _native.cuda_status()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastcssl.doctor import Finding, Section, failed, look, note, ok
+from fastcssl.doctor import Finding, Section, failed, note, ok, run_checks
 
 OPEN_FILES_WANTED = 4096  # shards that are mapped, pipes and sockets of workers and ranks
 SHARED_WANTED_GB = 1.0  # FFCV's and DataLoader's workers pass batches through /dev/shm
@@ -17,7 +17,7 @@ DISK_WANTED_MB_S = 100.0  # 2,000 images of 50 kB a second, what a core decodes
 
 
 def machine(data: Path | None) -> Section:
-    looks = [
+    checks = [
         ("python", python),
         ("processor", processor),
         ("memory", memory),
@@ -25,8 +25,8 @@ def machine(data: Path | None) -> Section:
         ("shared memory", shared_memory),
     ]
     if data is not None:
-        looks.append(("disk", lambda: disk(data)))
-    return look("Machine", looks)
+        checks.append(("disk", lambda: disk(data)))
+    return run_checks("Machine", checks)
 
 
 def python() -> Finding:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 
 from fastcssl import ops
-from fastcssl.augment import NEUTRAL, Column, photometric_torch
-from fastcssl.copies import Bank
-from fastcssl.doctor import REPORT_IT, Finding, Section, failed, look, note, ok, peers
+from fastcssl.data.augment import NEUTRAL, Column, photometric_torch
+from fastcssl.doctor import REPORT_IT, Finding, Section, failed, note, ok, peers, run_checks
 from fastcssl.doctor.peers import Errors
+from fastcssl.learn.memory import Bank
 
 # Rows, width, banks: one that fills no tile, one of many tiles, one row, and a bank smaller than the batch.
 SHAPES = ((252, 128, (5000, 333)), (64, 64, (4096, 0)), (1, 256, (77,)), (96, 128, (40, 1000)))
@@ -25,7 +25,7 @@ def operators(device: str) -> Section:
     if missing:
         remedy = "Reinstall with nvcc on PATH and FASTCSSL_CUDA=1; until then the card runs plain torch."
         return Section(f"Operators on {place}", (failed("operators", missing, remedy),))
-    return look(
+    return run_checks(
         f"Operators on {place}",
         [
             ("contrastive loss", lambda: contrastive(device)),
@@ -94,7 +94,7 @@ def enqueue(device: str) -> Finding:
 
 
 def library() -> str:
-    return str(ops._PATH or "fastcssl/_ops*.so")
+    return str(ops._PATH or "fastcssl/ops/_ops*.so")
 
 
 def photometry(device: str) -> Finding:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastcssl.doctor import Finding, Section, failed, look, note, ok
+from fastcssl.doctor import Finding, Section, failed, note, ok, run_checks
 
 NEEDED = ("torch", "torchvision", "numpy", "pillow", "safetensors", "rich", "tyro")
 
@@ -34,7 +34,7 @@ OPTIONAL = (
 
 
 def packages() -> Section:
-    return look(
+    return run_checks(
         "Packages",
         [
             ("needed", needed),

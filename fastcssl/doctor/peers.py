@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastcssl import ops
-from fastcssl.infonce import info_nce_chunked
+from fastcssl.ops.infonce import info_nce_chunked
 
 Answer = tuple[Tensor, Tensor]
 CHUNKS = (512, 1024, 2048, 4096)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from fastcssl.doctor import REPORT_IT, Finding, Section, failed, look, note, ok
+from fastcssl.doctor import REPORT_IT, Finding, Section, failed, note, ok, run_checks
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PROGRAM = """
@@ -21,7 +21,7 @@ print("finished")
 
 
 def races() -> Section:
-    return look("Races on the card", [("compute-sanitizer", sanitized)])
+    return run_checks("Races on the card", [("compute-sanitizer", sanitized)])
 
 
 def sanitized(limit_seconds: float = 600) -> Iterator[Finding]:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 import fastcssl
-from fastcssl.doctor import Finding, Section, failed, look, note, ok
+from fastcssl.doctor import Finding, Section, failed, note, ok, run_checks
 
 
 def suite() -> Section:
-    return look("tests/gpu", [("tests/gpu", full)])
+    return run_checks("tests/gpu", [("tests/gpu", full)])
 
 
 def folder() -> Path:

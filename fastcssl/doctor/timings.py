@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fastcssl.doctor import Finding, Section, look, note, ok, peers
+from fastcssl.doctor import Finding, Section, note, ok, peers, run_checks
 from fastcssl.doctor.peers import Contender, Problem
 
 ROWS, DIM, BANKS = 512, 128, (65_536, 65_536)
@@ -17,7 +17,7 @@ COPIES, ROUNDS = 4, 20
 
 
 def timings() -> Section:
-    return look("Speed on the card", [("contrastive loss", contrastive)])
+    return run_checks("Speed on the card", [("contrastive loss", contrastive)])
 
 
 def contrastive(rows: int = ROWS, banks: tuple[int, ...] = BANKS, device: str = "cuda") -> Iterator[Finding]:

@@ -12,8 +12,8 @@ from fastcssl.report.comparison import Comparison, compared
 from fastcssl.report.figures import Picture
 from fastcssl.report.page import page
 from fastcssl.report.runs import RunRecord, found_runs, read_run
-from fastcssl.results import Evaluation
-from fastcssl.runfolder import Folders, folders_of
+from fastcssl.runs.layout import Folders, folders_of
+from fastcssl.runs.results import Evaluation
 
 __all__ = ["Report", "report_runs"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastcssl.recipes import RECIPES, settled
+from fastcssl.config.recipes import RECIPES, settled
 from fastcssl.report.published import Published, published
 from fastcssl.report.runs import RunRecord, order
-from fastcssl.results import DOWNSTREAM, Evaluation
+from fastcssl.runs.results import DOWNSTREAM, Evaluation
 
 METRICS = ("A", "S", "P")
 PROBES = {"linear": "linear probe", "linear-cached": "linear probe, cached features", "knn": "k-NN"}

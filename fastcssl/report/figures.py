@@ -21,11 +21,11 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from fastcssl.metrics import average_over_all
 from fastcssl.report.comparison import Row
 from fastcssl.report.runs import RunRecord
-from fastcssl.results import Evaluation
-from fastcssl.runlog import StepReport
+from fastcssl.runs.log import StepReport
+from fastcssl.runs.metrics import average_over_all
+from fastcssl.runs.results import Evaluation
 
 # Light values; page.css has the dark ones under the same names.
 INK, MUTED, GRID, PAPER = "#1c2024", "#626b75", "#e2e6ea", "#ffffff"

@@ -6,14 +6,14 @@ from importlib.metadata import version
 from importlib.resources import files
 from shlex import quote
 
-from fastcssl.bottleneck import NAMES, Verdict
-from fastcssl.display import PROBE_NAMES, duration, number, share
-from fastcssl.recipes.rows import COMMAND_LINE
+from fastcssl.config.recipes.rows import COMMAND_LINE
 from fastcssl.report.comparison import METRICS, Comparison, evaluation_title, lacking, shown
 from fastcssl.report.figures import Drawn
 from fastcssl.report.markup import Html, el, joined, table
 from fastcssl.report.runs import RunRecord
-from fastcssl.results import Evaluation
+from fastcssl.runs.bottleneck import NAMES, Verdict
+from fastcssl.runs.display import PROBE_NAMES, duration, number, share
+from fastcssl.runs.results import Evaluation
 
 _FEW_RUNS = 4  # that are shown open
 _STAGE_LINES = ("model", "decode", "augmentation", "disk", "probe", "data", "checkpoint")

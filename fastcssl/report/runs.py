@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from fastcssl.bottleneck import Machine, Verdict, verdict
 from fastcssl.errors import UserError
-from fastcssl.results import Evaluation, Probe, evaluations
-from fastcssl.runlog import METRICS, EpochReport, ProbeReport, RunLogError, StepReport, TaskReport, read_reports
-from fastcssl.status import Status, read_status
+from fastcssl.runs.bottleneck import Machine, Verdict, verdict
+from fastcssl.runs.log import METRICS, EpochReport, ProbeReport, RunLogError, StepReport, TaskReport, read_reports
+from fastcssl.runs.results import Evaluation, Probe, evaluations
+from fastcssl.runs.status import Status, read_status
 
 CONFIG = "config.json"
 _KEYS = {"config": dict, "sources": dict, "words": list, "data": str, "task_names": list, "machine": dict}

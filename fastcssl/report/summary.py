@@ -8,9 +8,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fastcssl.bottleneck import NAMES
 from fastcssl.report import Report
 from fastcssl.report.comparison import Comparison, lacking, mark
+from fastcssl.runs.bottleneck import NAMES
 
 _FEW_RUNS = 4  # whose bottleneck is told in full
 

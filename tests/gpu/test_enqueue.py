@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from fastcssl import ops
-from fastcssl.copies import Bank
 from fastcssl.doctor import peers
+from fastcssl.learn.memory import Bank
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastcssl import ops
 from fastcssl.doctor import peers
 from fastcssl.doctor.peers import Errors
-from fastcssl.infonce import info_nce_torch
+from fastcssl.ops.infonce import info_nce_torch
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from fastcssl.copies import Bank
-from fastcssl.dist import World
+from fastcssl.distributed.world import World
+from fastcssl.learn.memory import Bank
 
 pytestmark = pytest.mark.gpu
 

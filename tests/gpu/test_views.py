@@ -7,10 +7,10 @@ import torch
 from conftest import backend, prep_ok
 
 from fastcssl import ops
-from fastcssl.augment import NEUTRAL, ORDERS, Column, photometric_torch
-from fastcssl.data import Prepared, Selection
-from fastcssl.loaders.stream import Loader, LoaderConfig
-from fastcssl.views import policy, with_size
+from fastcssl.data.augment import NEUTRAL, ORDERS, Column, photometric_torch
+from fastcssl.data.loader import Loader, LoaderConfig
+from fastcssl.data.prepared import Prepared, Selection
+from fastcssl.data.views import policy, with_size
 
 pytestmark = pytest.mark.gpu
 

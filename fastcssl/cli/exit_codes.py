@@ -1,0 +1,93 @@
+"""How commands end: a sentence and an exit status for what a user or a machine can cause, a traceback for a bug."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+
+from fastcssl.errors import Diverged, UserError
+from fastcssl.runs.interrupt import Stop
+
+
+class Ended(Exception):
+    """A sentence and the command's exit status. `everywhere`: said by every rank, as it may be true of one alone."""
+
+    def __init__(self, text: str, status: int, *, everywhere: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.everywhere = status, everywhere
+
+
+class _Said(Exception):
+    """The exit status, when the sentence is out already."""
+
+
+def ended(run: Callable[[Console], int]) -> int:
+    """The exit status of a command that gets a console to speak on."""
+    try:
+        return run(Console(quiet=_rank() > 0))
+    except (UserError, Ended) as error:
+        return _say(error)
+    except _Said as said:
+        return int(said.args[0])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _say(error: UserError | Ended) -> int:
+    # Under torchrun there is one process for each GPU; what holds for all is said once.
+    if (rank := _rank()) == 0 or (isinstance(error, Ended) and error.everywhere):
+        who = f"rank {rank}: " if rank else ""
+        errors = Console(stderr=True, soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {who}{escape(str(error))}", highlight=False)
+    return error.status if isinstance(error, Ended) else 2
+
+
+@contextmanager
+def together(connection: AbstractContextManager[object]) -> Iterator[None]:
+    """The ranks connected for the length of a block, and last words before a signal may end this one.
+
+    When a rank dies, torchrun ends the others at once, and they are the ones that know how to go on.
+    """
+    with connection, Stop():
+        try:
+            with explained():
+                yield
+        except (UserError, Ended) as error:
+            raise _Said(_say(error)) from None
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """What a user or a machine can cause becomes a sentence; anything else keeps its traceback."""
+    import torch
+
+    from dataprep.errors import PrepError
+    from fastcssl.data.backends import LoaderError
+    from fastcssl.distributed.world import RankLost
+    from fastcssl.learn.encoder_file import EncoderFileError
+    from fastcssl.runs.checkpoint import CheckpointError
+    from fastcssl.runs.log import RunLogError
+
+    try:
+        yield
+    except RankLost as error:
+        raise Ended(f"{error} To go on, run the same command again.", 1) from None
+    except Diverged as error:
+        raise Ended(str(error), 1) from None
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise Ended(
+            f"{reason}. Use a smaller --batch-size, more processes or --accumulate 2; --dry-run estimates the memory.",
+            1,
+            everywhere=True,
+        ) from None
+    except (LoaderError, CheckpointError) as error:
+        raise Ended(str(error), 2, everywhere=True) from None
+    except (PrepError, RunLogError, EncoderFileError) as error:
+        raise UserError(str(error)) from None

@@ -1,0 +1,72 @@
+"""When the encoder is probed while it trains, and how: the flag --online-probe."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dataprep.suggest import nearest
+from fastcssl.data.prepared import Prepared
+from fastcssl.errors import UserError
+
+ProbeKind = Literal["off", "clean", "parity"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePlan:
+    """Which probe, and when: after every E-th epoch of a task and at its end; every = 0 means at task ends alone."""
+
+    every: int = 0  # epochs
+    kind: ProbeKind = "off"
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"--online-probe: every is {self.every}; give a number of epochs, 0 for task ends alone.")
+        if self.kind not in get_args(ProbeKind):
+            raise ValueError(f"--online-probe has no kind {self.kind!r}. {nearest(self.kind, get_args(ProbeKind))}")
+
+    @classmethod
+    def parse(cls, text: str) -> "ProbePlan":
+        """ "off", or what applies of every=E, clean and parity, separated by commas."""
+        words = [word.strip() for word in text.split(",")]
+        if words == ["off"]:
+            return cls()
+        every: int | None = None
+        kind: ProbeKind | None = None
+        for word in words:
+            key, equals, value = word.partition("=")
+            if key not in ("every", *get_args(ProbeKind)):
+                raise ValueError(
+                    f"--online-probe {text!r}: there is no {key!r}. {nearest(key, ('every', 'clean', 'parity', 'off'))}"
+                )
+            if key == "off":
+                raise ValueError(f"--online-probe {text!r}: 'off' stands alone. Leave it out, or the rest.")
+            if (every if key == "every" else kind) is not None:
+                raise ValueError(f"--online-probe {text!r}: it says twice {'how often' if equals else 'which probe'}.")
+            if key == "every":
+                if not value.isdecimal():
+                    raise ValueError(
+                        f"--online-probe {text!r}: every needs a number of epochs, such as every=2, "
+                        "or every=0 for task ends alone."
+                    )
+                every = int(value)
+            else:
+                if equals:
+                    raise ValueError(f"--online-probe {text!r}: {key!r} takes no value. Write {key!r} alone.")
+                kind = "parity" if key == "parity" else "clean"
+        return cls(every=every or 0, kind=kind or "clean")
+
+    def __str__(self) -> str:
+        return "off" if self.kind == "off" else f"every={self.every}{',parity' if self.kind == 'parity' else ''}"
+
+    def due(self, epoch: int, num_epochs: int) -> bool:
+        """After epoch number `epoch` of a task, counted from 0."""
+        done = epoch + 1
+        return self.kind != "off" and (done == num_epochs or (self.every > 0 and done % self.every == 0))
+
+    def check(self, data: Prepared) -> None:
+        """At the start of a run, not after its first epoch."""
+        empty = [number for number, task in enumerate(data.manifest.tasks) if not task.val.count]
+        if self.kind != "off" and empty:
+            raise UserError(
+                f"--online-probe {self} needs validation images, but task {empty[0]} of {data.folder} has none. "
+                "Prepare the data with a validation split, or use --online-probe off."
+            )

@@ -1,0 +1,107 @@
+"""The experiments by name: what each trains on, and what the paper takes away from one to see what it was for."""
+
+from dataclasses import dataclass
+
+from fastcssl.data.views import Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What a recipe trains on."""
+
+    about: str
+    source: str  # as fastcssl-prep names it
+    scenario: str
+    num_tasks: int
+    family: Family  # decides the stem, the size and the views
+    like: str = ""  # the data whose numbers it takes, where it has none of its own
+
+
+def _split(source: str, title: str, family: Family, about: dict[str, str], like: str = "") -> dict[str, Data]:
+    """Of {"class5": "20 classes"}: 5 tasks of 20 classes."""
+    name = "imagenet1k" if source == "imagenet" else source
+    found = {}
+    for words, each in about.items():
+        scenario = words.rstrip("0123456789")
+        num_tasks = int(words.removeprefix(scenario))
+        found[f"{name}-{words}"] = Data(
+            about=f"{title}, {num_tasks} tasks of {each}",
+            source=source,
+            scenario=scenario,
+            num_tasks=num_tasks,
+            family=family,
+            like=like,
+        )
+    return found
+
+
+_BY_CLASS = {"class5": "20 classes", "class10": "10 classes"}
+_BY_DATA = {"data5": "a fifth of the images", "data10": "a tenth of the images"}
+
+RECIPES: dict[str, Data] = {
+    "demo": Data(
+        about="the embedded pictures, 3 tasks of 10 classes: minutes on two cores",
+        source="synthetic",
+        scenario="class",
+        num_tasks=3,
+        family="cifar",
+    ),
+    **_split("cifar100", "CIFAR-100", "cifar", _BY_CLASS | _BY_DATA),
+    **_split("imagenet100", "ImageNet-100", "imagenet", _BY_CLASS | _BY_DATA),
+    **_split(
+        "imagenet",
+        "ImageNet-1k, ResNet-50",
+        "imagenet",
+        {"class5": "200 classes", "class10": "100 classes"},
+        like="imagenet100",
+    ),
+    **_split("domainnet", "DomainNet", "imagenet", {"domain6": "one domain"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablation:
+    about: str
+    method: str
+    strategy: str
+    flag: str
+    values: tuple[str, ...]  # that the paper tries
+
+    @property
+    def shown(self) -> str:
+        return f"{self.flag} {'|'.join(self.values)} ({self.method} {self.strategy}): {self.about}"
+
+
+_BANK = "--method.bank.size"
+
+# Tables 5 and 7 of the paper. Any recipe takes them, one flag each.
+ABLATIONS: dict[str, Ablation] = {
+    "no PN1": Ablation(
+        about="no frozen negatives in the plasticity term",
+        method="moco",
+        strategy="pnr",
+        flag="--strategy.pn1",
+        values=("off",),
+    ),
+    "no PN2": Ablation(
+        about="no current negatives in the stability term",
+        method="moco",
+        strategy="pnr",
+        flag="--strategy.pn2",
+        values=("off",),
+    ),
+    "doubled queue": Ablation(
+        about="CaSSLe with as many keys as PNR has negatives",
+        method="moco",
+        strategy="cassle",
+        flag=_BANK,
+        values=("131072",),
+    ),
+    "queue size": Ablation(
+        about="of both models' keys",
+        method="moco",
+        strategy="pnr",
+        flag=_BANK,
+        values=("256", "512", "2048", "16384", "65536", "131072"),
+    ),
+}

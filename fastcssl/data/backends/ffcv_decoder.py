@@ -1,0 +1,260 @@
+"""FFCV, made to serve many files and tasks: a decoder that gives all views from one decode, and a thread for each file.
+
+FFCV's own decoder ignores whether libjpeg succeeded, takes the fast inverse DCT and resizes with INTER_AREA alone. Ours
+calls the native engine's code, so that crops are the same to the bit. It is compiled once in a process and captures no
+array (numba would freeze it): boxes, sizes and the addresses to write to come with every call, in the buffers that FFCV
+hands to its operations.
+
+B rows at most in a call, N rows, V views.
+"""
+
+import ctypes
+import importlib
+import math
+import queue
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from threading import Condition, Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastcssl.data import _native
+
+numba: Any = importlib.import_module("numba")
+numba_typed: Any = importlib.import_module("numba.typed")
+
+
+@contextmanager
+def _kept_settings() -> Iterator[None]:
+    """FFCV sets the number of threads of torch and numba, for the whole process, when imported and in each Loader."""
+    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it imports distutils, and tries to pin memory where there is no GPU
+            yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        numba.set_num_threads(numba_threads)
+
+
+@contextmanager
+def _plain_dicts() -> Iterator[None]:
+    """FFCV keeps two constants in a dictionary of numba's, which takes seconds to compile, and reads it from Python."""
+    compiled = numba_typed.Dict
+    numba_typed.Dict = dict
+    try:
+        yield
+    finally:
+        numba_typed.Dict = compiled
+
+
+with _kept_settings(), _plain_dicts():
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.loader.epoch_iterator import EpochIterator
+    from ffcv.pipeline import Compiler, PipelineSpec
+    from ffcv.pipeline.allocation_query import AllocationQuery
+    from ffcv.pipeline.operation import Operation
+
+OTHER_SIZE = 1  # the JPEG's header says another size than the table
+NO_MEMORY = -2  # from the engine; -1 is damage
+
+_compiled: Callable[..., Any] = numba.njit(nogil=True)
+_crop_jpeg: Any = ctypes.CDLL(_native.__file__).fastcssl_crop_jpeg  # csrc/views/cropper.cpp
+_crop_jpeg.argtypes, _crop_jpeg.restype = [ctypes.c_int64] * 7, ctypes.c_int64
+
+
+# ---- One sample ------------------------------------------------------------------------------------------------------
+
+
+@_compiled
+def _frame_size(jpeg: Any) -> tuple[int, int]:
+    """Height and width in the frame header; zeros when the segments before it are not in order."""
+    at = 2
+    while at + 9 <= len(jpeg) and jpeg[at] == 0xFF:
+        marker = jpeg[at + 1]
+        if marker == 0xFF:  # padding
+            at += 1
+            continue
+        if 0xC0 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:
+            return jpeg[at + 5] * 256 + jpeg[at + 6], jpeg[at + 7] * 256 + jpeg[at + 8]
+        at += 2 + jpeg[at + 2] * 256 + jpeg[at + 3]
+    return 0, 0
+
+
+@_compiled
+def crop_jpeg(jpeg: Any, height: int, width: int, box_V4: Any, target_V3: Any) -> Any:
+    """Decodes once and writes all views to their (size in pixels, address, filter); 0, or why not."""
+    found_height, found_width = _frame_size(jpeg)
+    if found_height != 0 and (found_height != height or found_width != width):
+        return OTHER_SIZE
+    box, target = box_V4.ctypes.data, target_V3.ctypes.data
+    return _crop_jpeg(jpeg.ctypes.data, jpeg.size, width, height, len(box_V4), box, target)
+
+
+# ---- FFCV's operation ------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=2)
+def _decode_batch(parallel: bool) -> Any:
+    """For all files and views. A parallel loop takes longer to compile, so one thread does without."""
+    each = numba.prange if parallel else range
+
+    def decode(row_N: Any, memory: Any, image_S: Any, storage: Any) -> Any:
+        box_BV4, target_BV3, status_B = memory
+        content, start_S, num_bytes_S = storage
+        for i in each(len(row_N)):
+            image = image_S[row_N[i]]
+            start = image["data_ptr"]
+            num_bytes = num_bytes_S[np.searchsorted(start_S, start)]
+            jpeg = content[start : start + num_bytes]
+            status_B[i] = crop_jpeg(
+                jpeg, np.int64(image["height"]), np.int64(image["width"]), box_BV4[i], target_BV3[i]
+            )
+        return status_B
+
+    return numba.njit(nogil=True, parallel=parallel)(decode)
+
+
+class ViewsDecoder(Operation):  # type: ignore[misc]
+    """FFCV's result is a status for each row; the pixels go where the addresses say."""
+
+    def __init__(self, num_views: int, *, parallel: bool) -> None:
+        super().__init__()
+        self._num_views, self._parallel = num_views, parallel
+
+    def declare_state_and_memory(self, previous_state: Any) -> tuple[Any, Any]:
+        queries = (
+            AllocationQuery((self._num_views, 4), np.dtype(np.float32)),
+            AllocationQuery((self._num_views, 3), np.dtype(np.int64)),
+            AllocationQuery((), np.dtype(np.int32)),
+        )
+        return replace(previous_state, jit_mode=True, shape=(), dtype=np.dtype(np.int32)), queries
+
+    def generate_code(self) -> Any:
+        return _decode_batch(self._parallel)
+
+
+# ---- Threads ---------------------------------------------------------------------------------------------------------
+
+
+class Threads:
+    """How many threads all files together may use."""
+
+    def __init__(self, wanted: int) -> None:
+        self.total = max(1, min(wanted, numba.config.NUMBA_NUM_THREADS))
+        numba.get_num_threads()  # makes numba choose its threading layer
+        self._one_caller = numba.threading_layer() == "workqueue"  # that layer aborts when two threads use it
+        self._free, self._changed = self.total, Condition()
+
+    @contextmanager
+    def taken(self, share: float) -> Iterator[int]:
+        """A share of a batch gets that share of the threads, one at least."""
+        number = self.total if self._one_caller else min(self.total, math.ceil(share * self.total))
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= number)
+            self._free -= number
+        try:
+            yield number
+        finally:
+            with self._changed:
+                self._free += number
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """The rows of one batch that lie in one file."""
+
+    place_N: npt.NDArray[np.int64]  # in the batch
+    row_N: npt.NDArray[np.int64]  # in the file
+    box_NV4: npt.NDArray[np.float32]
+    target_NV3: npt.NDArray[np.int64]  # size in pixels, address, filter: csrc/views/cropper.cpp
+    share: float  # of the batch
+    status_N: Future[npt.NDArray[np.int32]] = field(default_factory=Future)
+
+
+class BetonReader(EpochIterator):  # type: ignore[misc]
+    """FFCV's thread of an epoch, for an epoch that never ends: it takes parts of batches as they come.
+
+    So nothing is compiled, allocated or started again for another epoch or task, and what fails arrives in the part's
+    future, where FFCV's own loop would leave its consumer waiting for ever.
+    """
+
+    def __init__(self, loader: Any, threads: Threads) -> None:
+        self._parts: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._threads = threads
+        super().__init__(loader, [])  # starts the thread
+
+    def submit(self, part: Part) -> None:
+        self._parts.put(part)
+
+    def run(self) -> None:
+        while (part := self._parts.get()) is not None:
+            if part.status_N.set_running_or_notify_cancel():
+                try:
+                    with self._threads.taken(part.share) as number:
+                        numba.set_num_threads(number)  # of this thread's calls alone
+                        part.status_N.set_result(self._decoded(part))
+                except BaseException as error:
+                    part.status_N.set_exception(error)
+            del part  # its buffers
+
+    def _decoded(self, part: Part) -> npt.NDArray[np.int32]:
+        (memory,) = self.memory_allocations["operation"].values()
+        box_BV4, target_BV3, _ = (buffer[0] for buffer in memory)
+        count = len(part.row_N)
+        box_BV4[:count], target_BV3[:count] = part.box_NV4, part.target_NV3
+        (status_N,) = self.run_pipeline(0, part.row_N, 0, None)
+        return np.array(status_N)
+
+    def end(self) -> None:
+        """Drops the parts that have not begun."""
+        waiting: list[Part | None] = []
+        try:
+            while True:
+                waiting.append(self._parts.get_nowait())
+        except queue.Empty:
+            self._parts.put(None)
+        for part in waiting:
+            if part is not None:
+                part.status_N.cancel()
+        self.join()
+        self.close()
+
+
+_opening = Lock()
+
+
+def open_reader(path: Path, *, batch_size: int, num_views: int, threads: Threads) -> BetonReader:
+    with _opening, _kept_settings():
+        # FFCV would compile the code of every Loader anew. Its switch against that leaves ours, compiled already.
+        enabled = Compiler.is_enabled
+        Compiler.set_enabled(False)
+        try:
+            loader = Loader(
+                str(path),
+                batch_size=batch_size,
+                num_workers=threads.total,
+                os_cache=True,
+                order=OrderOption.SEQUENTIAL,
+                seed=0,  # else it draws one from numpy's global generator
+                indices=np.zeros(0, np.int64),  # rows come in parts
+                pipelines={
+                    "image": PipelineSpec("image", ViewsDecoder(num_views, parallel=threads.total > 1)),
+                    **dict.fromkeys(("label", "id", "domain")),
+                },
+                batches_ahead=1,
+            )
+        finally:
+            Compiler.set_enabled(enabled)
+        manager = loader.memory_manager  # its dictionaries of all samples are for FFCV's other cache
+        manager.ptr_to_size = manager.sample_to_pages = manager.page_to_samples = None
+        return BetonReader(loader, threads)

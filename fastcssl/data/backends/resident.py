@@ -1,0 +1,97 @@
+"""Small images of one size, held as one uint8 tensor on the device that trains.
+
+On a GPU a selection's images are copied there once, and crops and photometry are batched ops on the card; what does not
+fit is read from the memory map batch by batch. On a CPU the page cache holds the array and the native engine crops it.
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalPlan
+from fastcssl.data.backends.engine import EngineBackend
+from fastcssl.data.backends.geometry import crop_batch
+from fastcssl.data.prepared import Prepared
+
+_MAX_SHARE = 0.5  # of the card's free memory that images may take
+
+
+class ResidentBackend(EngineBackend):
+    name: ClassVar[str] = "resident"
+    formats: ClassVar[tuple[str, ...]] = ("array",)
+
+    def __init__(self, data: Prepared, config: BackendConfig) -> None:
+        super().__init__(data, config, "array")
+        self._batched = config.device.type != "cpu"  # a test may ask for it on the CPU too
+        self._resident: torch.Tensor | None = None
+        self._slot_of_row: npt.NDArray[np.int64] = np.full(len(data.table), -1, np.int64)
+        self._arrays: dict[int, npt.NDArray[np.uint8]] = {}
+
+    def _map(self, shard: int) -> int:
+        pixels = self._array(shard)
+        offset = pixels.offset if isinstance(pixels, np.memmap) else 0
+        try:
+            return self._live().map_array(str(self._path(shard)), int(offset), *pixels.shape[:3])
+        except RuntimeError as error:
+            raise LoaderError(f"{error}. Run fastcssl-prep verify {self._data.folder}.") from None
+
+    def _array(self, shard: int) -> npt.NDArray[np.uint8]:
+        if shard not in self._arrays:
+            try:
+                self._arrays[shard] = np.load(self._path(shard), mmap_mode="r", allow_pickle=False)
+            except (OSError, EOFError, ValueError) as error:
+                raise LoaderError(f"{self._path(shard)} cannot be read ({error}). Build the data set again.") from None
+        return self._arrays[shard]
+
+    def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
+        if not self._batched:
+            yield from super().run(plan, first)
+            return
+        for number in range(first, len(plan)):
+            batch = plan[number]
+            images_NHW3 = self._on_device(batch.row_N)
+            box_VN4 = torch.from_numpy(batch.box_VN4).to(self._config.device, non_blocking=True)
+            crops_V = [crop_batch(images_NHW3, box_VN4[v], spec) for v, spec in enumerate(self._config.policy)]
+            yield Crops(crops_V=crops_V)
+
+    def _on_device(self, row_N: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The images of these rows on the training device, from what already lies there when it does."""
+        device = self._config.device
+        if (self._slot_of_row[row_N] < 0).any() and self._fits():
+            self._make_resident()
+        slot_N = self._slot_of_row[row_N]
+        if self._resident is None or (slot_N < 0).any():
+            return torch.from_numpy(self._read(row_N)).to(device, non_blocking=True)
+        return self._resident[torch.from_numpy(slot_N).to(device)]
+
+    def _fits(self) -> bool:
+        total = int(self._data.table["array_bytes"].sum())
+        if self._config.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self._config.device)
+        return total <= _MAX_SHARE * free
+
+    def _make_resident(self) -> None:
+        """All samples at once: tasks switch without a copy, and replay needs the earlier ones anyway."""
+        rows = np.flatnonzero(self._data.table["is_stored"])
+        self._resident = torch.from_numpy(self._read(rows)).to(self._config.device)
+        self._slot_of_row[rows] = np.arange(len(rows))
+
+    def _read(self, row_N: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        rows = self._data.table[row_N]
+        images_NHW3 = np.empty((len(rows), int(rows["height"][0]), int(rows["width"][0]), 3), np.uint8)
+        for shard in np.unique(rows["array_shard"]).tolist():
+            mine = rows["array_shard"] == shard
+            images_NHW3[mine] = self._array(shard)[rows["array_place"][mine]]
+        return images_NHW3
+
+    def close(self) -> None:
+        super().close()
+        self._arrays.clear()
+        self._resident = None
+
+
+BACKEND = ResidentBackend

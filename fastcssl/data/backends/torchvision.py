@@ -1,0 +1,102 @@
+"""The plain reference: Pillow decodes, crops and resizes, one sample after the other. The truth for the others."""
+
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from dataprep import _codec
+from dataprep.writers.beton import BetonFile
+from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalPlan
+from fastcssl.data.prepared import Prepared
+from fastcssl.data.views import ViewSpec
+
+_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
+class TorchvisionBackend:
+    name: ClassVar[str] = "torchvision"
+    formats: ClassVar[tuple[str, ...]] = ("tar", "array", "ffcv")
+
+    def __init__(self, data: Prepared, config: BackendConfig) -> None:
+        self._data, self._policy = data, config.policy
+        self._format = next(format for format in self.formats if format in data.manifest.formats)
+        self._betons: dict[Path, BetonFile] = {}
+        self._seconds = {"decode": 0.0, "crop": 0.0}  # reading is part of decoding
+
+    def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
+        for number in range(first, len(plan)):
+            batch = plan[number]
+            crops_V = [torch.zeros(len(batch.row_N), v.size_px, v.size_px, 3, dtype=torch.uint8) for v in self._policy]
+            faults: dict[int, str] = {}
+            for place, row in enumerate(batch.row_N.tolist()):
+                try:
+                    for view, crop in enumerate(self.fetch(row, batch.box_VN4[:, place])):
+                        crops_V[view][place] = crop
+                except LoaderError as error:
+                    faults[place] = str(error)
+            yield Crops(crops_V=crops_V, faults=faults)
+
+    def fetch(self, row: int, box_V4: npt.NDArray[np.float32]) -> list[torch.Tensor]:
+        began = time.perf_counter()
+        image = self.image(row)
+        between = time.perf_counter()
+        crops = [crop_and_resize(image, spec, box) for spec, box in zip(self._policy, box_V4, strict=True)]
+        self._seconds["decode"] += between - began
+        self._seconds["crop"] += time.perf_counter() - between
+        return crops
+
+    def image(self, row: int) -> Image.Image:
+        sample = self._data.table[row]
+        path = self._data.folder / self._data.manifest.shards[int(sample[f"{self._format}_shard"])].path
+        place, num_bytes = int(sample[f"{self._format}_place"]), int(sample[f"{self._format}_bytes"])
+        try:
+            if self._format == "array":
+                return Image.fromarray(np.load(path, mmap_mode="r", allow_pickle=False)[place])
+            if self._format == "ffcv":
+                if path not in self._betons:
+                    self._betons[path] = BetonFile(path)
+                content = self._betons[path][place].jpeg
+            else:
+                with path.open("rb") as shard:
+                    shard.seek(place)
+                    content = shard.read(num_bytes)
+            _codec.decode(content, 8)  # Pillow shows grey where data is missing; this says so
+            image = Image.open(io.BytesIO(content))
+            image.load()
+            if image.size != (int(sample["width"]), int(sample["height"])):
+                raise OSError(f"it is {image.size[0]} x {image.size[1]} pixels, not as prepared")
+            return image.convert("RGB")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise LoaderError(f"sample {sample['id']} in {path}: {error}") from None
+
+    def stage_seconds(self) -> dict[str, float]:
+        return dict(self._seconds)
+
+    def close(self) -> None:
+        self._betons.clear()
+
+
+def crop_and_resize(image: Image.Image, spec: ViewSpec, box_4: npt.NDArray[np.float32]) -> torch.Tensor:
+    """A random crop is cut out first, as torchvision does, so that the filter cannot look past its edge."""
+    left, top, right, bottom = (float(edge) for edge in box_4)
+    if spec.crop != "center":
+        image = image.crop((int(left), int(top), int(right), int(bottom)))
+        left, top, right, bottom = 0.0, 0.0, float(image.width), float(image.height)
+    size = (spec.size_px, spec.size_px)
+    if spec.antialias:
+        resized = image.resize(size, _FILTERS[spec.interpolation], box=(left, top, right, bottom))
+        return torch.from_numpy(np.array(resized))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
+    window = pixels[:, :, int(top) : int(bottom), int(left) : int(right)]
+    smooth = torch.nn.functional.interpolate(window, size=size, mode=spec.interpolation, align_corners=False)
+    return smooth[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8)
+
+
+BACKEND = TorchvisionBackend

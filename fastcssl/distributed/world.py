@@ -1,0 +1,274 @@
+"""Which process this is among those that train together, and what they say to each other.
+
+Each rank has a loss of its own, and what is trained is the mean over ranks: DDP averages the gradients of the weights.
+So that this holds for a loss that looks at the rows of other ranks, the gradient of everything that crosses ranks here
+is the sum over ranks. Every rank brings the same number of rows.
+
+Shapes: N rows on this rank, G over all ranks, rank by rank.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fastcssl.distributed.batchnorm import BatchNormAcrossRanks as BatchNormAcrossRanks
+from fastcssl.errors import UserError
+
+Scope = Literal["global", "local"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
+Module = TypeVar("Module", bound=nn.Module)
+
+# How gloo and the store under it say that a peer is gone; NCCL has error types of its own.
+_GONE = re.compile(r"connection|timed out|timeout|broken pipe|socket|pair closure", re.IGNORECASE)
+_WHERE = re.compile(r"^\[\S+:\d+\] ")  # the line of C++ in front of gloo's messages
+
+
+class RankLost(RuntimeError):
+    """A rank that this one was waiting for is gone, or did not come within the timeout."""
+
+
+class Agreed(Exception):
+    """Raised by every rank alike, so that none is waited for in vain when they part."""
+
+
+@contextmanager
+def watched(action: str) -> Iterator[None]:
+    """Turns what a collective raises when a peer is gone into RankLost. Also around the backward pass of DDP."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RankLost):
+            raise
+        if not isinstance(error, dist.DistBackendError | dist.DistNetworkError) and not _GONE.search(str(error)):
+            raise
+        reason = _WHERE.sub("", str(error).strip().splitlines()[0]).split(". ")[0].rstrip(".")
+        raise RankLost(
+            f"Another rank was lost during {action} ({reason}). "
+            "The first error in the output of the other ranks says why; resume from the last checkpoint."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Usable without a process group as long as nothing is sent: a loader needs only the numbers.
+
+    scope: whether in-batch negatives and statistics span all ranks or this one, as in the released multi-GPU code.
+    """
+
+    rank: int = 0
+    size: int = 1
+    scope: Scope = "global"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} does not exist in a world of {self.size}")
+        if self.scope not in ("global", "local"):
+            raise ValueError(f"scope is {self.scope!r}; use 'global' or 'local'.")
+
+    @property
+    def count(self) -> int:
+        """Ranks that the scope spans."""
+        return self.size if self.scope == "global" else 1
+
+    def first_row(self, num_local: int) -> int:
+        """Where this rank's rows begin in what `gather` returns."""
+        return self.rank * num_local if self.count > 1 else 0
+
+    def gather(self, x_N: Tensor) -> Tensor:
+        """The rows of all ranks in the scope, differentiable."""
+        return cast(Tensor, _Gather.apply(x_N, self)) if self.count > 1 else x_N
+
+    def gather_keys(self, x_N: Tensor) -> Tensor:
+        """The rows of all ranks whatever the scope, without gradient: banks are the same on every rank."""
+        return self._all_rows(x_N.detach()) if self.size > 1 else x_N.detach()
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all ranks in the scope, differentiable."""
+        return cast(Tensor, _Total.apply(x, self)) if self.count > 1 else x
+
+    def agree(self, code: int) -> int:
+        """The largest code of all ranks. Over the CPU, so no GPU is waited for."""
+        if self.size == 1:
+            return code
+        largest = torch.tensor(code)
+        with self._group("agreement"):
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def barrier(self) -> None:
+        self.agree(0)
+
+    def share(self, text: str) -> str:
+        """Rank 0's text on every rank."""
+        if self.size == 1:
+            return text
+        data = torch.tensor(list(text.encode(errors="surrogateescape")), dtype=torch.uint8)
+        length = torch.tensor(len(data))
+        with self._group("sharing a text"):
+            dist.broadcast(length, src=0)
+            if self.rank:
+                data = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(data, src=0)
+        return bytes(data.tolist()).decode(errors="surrogateescape")
+
+    def collect(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, each in memory of its own; all have one shape."""
+        if self.size == 1:
+            return [tensor.detach().clone()]
+        return [other.clone() for other in self._all_rows(tensor.detach()[None])]
+
+    def _all_rows(self, x_N: Tensor) -> Tensor:
+        x_G = x_N.new_empty(self.size * len(x_N), *x_N.shape[1:])
+        with self._group("gather"):
+            dist.all_gather_single(x_G, x_N.contiguous())
+        return x_G
+
+    def _own_rows_of_total(self, x_G: Tensor) -> Tensor:
+        x_N = x_G.new_empty(len(x_G) // self.size, *x_G.shape[1:])
+        with self._group("the backward of gather"):
+            dist.reduce_scatter_single(x_N, x_G.contiguous())
+        return x_N
+
+    def _total(self, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        with self._group("total"):
+            dist.all_reduce(total)
+        return total
+
+    @contextmanager
+    def _group(self, action: str) -> Iterator[None]:
+        """torch's default group, which must be this world's."""
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                f"Rank {self.rank} of {self.size} is not connected to the others; "
+                "start with torchrun and call fastcssl.distributed.world.connect() first."
+            )
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
+            raise RuntimeError(
+                f"This is rank {dist.get_rank()} of {dist.get_world_size()}, not {self.rank} of {self.size}; "
+                "use the World that connect() returned."
+            )
+        with watched(action):
+            yield
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_N: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return world._all_rows(x_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_G: Tensor) -> tuple[Tensor, None]:
+        return ctx.world._own_rows_of_total(grad_G), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return world._total(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.world._total(grad), None
+
+
+def connect(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> tuple[World, torch.device]:
+    """This process' place and device, from the environment that torchrun sets; alone without it.
+
+    A rank that keeps the others waiting for longer than the timeout is taken for lost.
+    """
+    if device_kind not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"The device is {device_kind!r}; use 'auto', 'cpu' or 'cuda'.")
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    absent = [key for key in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if size > 1 and absent:
+        raise RuntimeError(f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set. Start with torchrun.")
+    world = World(int(os.environ.get("RANK", "0")), size)
+    device = _device(device_kind, int(os.environ.get("LOCAL_RANK", "0")))
+    if size > 1:
+        # With GPUs one group has both: each collective goes where its tensor is, so flags travel beside NCCL.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with watched("connecting"):
+            dist.init_process_group(backend, rank=world.rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    return world, device
+
+
+@contextmanager
+def connected(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> Iterator[tuple[World, torch.device]]:
+    """`connect` for the length of a block. A group that is there already is used and left.
+
+    After an error of one rank it is not taken down: that would wait for ranks which may be gone.
+    """
+    if dist.is_available() and dist.is_initialized():
+        device = _device(device_kind, int(os.environ.get("LOCAL_RANK", "0")))
+        yield World(dist.get_rank(), dist.get_world_size()), device
+        return
+    try:
+        place = connect(device_kind, timeout_s=timeout_s)
+    except RankLost:
+        raise
+    except RuntimeError as error:  # no such GPU, or an incomplete environment
+        raise UserError(str(error)) from None
+    try:
+        yield place
+    except Agreed:
+        disconnect()
+        raise
+    disconnect()
+
+
+def _device(kind: DeviceKind, local_rank: int) -> torch.device:
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise RuntimeError(
+            f"This process needs GPU {local_rank}, but {num_gpus} can be seen. Start one process a GPU, or use "
+            "--device cpu."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def disconnect() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def synchronised(module: Module, world: World, device: torch.device) -> Module:
+    """The module with BatchNorm over all ranks, whatever the scope, as the released multi-GPU scripts do.
+
+    In place but for the layers themselves, which are replaced around their own weights and statistics.
+    """
+    if world.size == 1:
+        return module
+    if device.type == "cuda":
+        return cast(Module, _with_batch_norm(module, nn.SyncBatchNorm.convert_sync_batchnorm, {}))
+    everyone = replace(world, scope="global")
+    return cast(Module, _with_batch_norm(module, lambda layer: BatchNormAcrossRanks.like(layer, everyone), {}))
+
+
+def _with_batch_norm(
+    module: nn.Module, convert: Callable[[Any], nn.Module], done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """`done` keeps a layer that occurs twice one layer."""
+    if module not in done:
+        done[module] = convert(module) if isinstance(module, nn.modules.batchnorm._BatchNorm) else module
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = _with_batch_norm(child, convert, done)
+    return done[module]

@@ -1,0 +1,40 @@
+"""Every look of the doctor, in order."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from fastcssl.doctor import REINSTALL, Section, failed, gpus, machine, packages
+
+
+def diagnose(data: Path | str | None = None, *, full: bool = False) -> list[Section]:
+    """What machine, build, packages and cards can do, as `fastcssl-doctor` says it; what fails is not raised.
+
+    data: a folder whose disk is timed. full: also run tests/gpu, from a clone: minutes.
+    """
+    return [check() for _, check in checks(None if data is None else Path(data), full=full)]
+
+
+def checks(data: Path | None = None, *, full: bool = False) -> Iterator[tuple[str, Callable[[], Section]]]:
+    """Titles, and the functions that look."""
+    yield "machine", lambda: machine.machine(data)
+    try:
+        from fastcssl.doctor import build, operators, races, timings
+    except (ImportError, OSError) as error:  # what those look at cannot even be loaded
+        reason = str(error).partition("\n")[0]
+        broken = failed("operators", f"fastcssl's compiled part does not load: {reason}", REINSTALL)
+        yield "build", lambda: Section("Build", (broken,))
+        return
+    yield "build", build.build
+    yield "packages", packages.packages
+    yield "GPUs", gpus.gpus
+    yield "operators on the CPU", lambda: operators.operators("cpu")
+    if torch.cuda.is_available():
+        yield "operators on the GPU", lambda: operators.operators("cuda")
+        yield "races", races.races
+        yield "speed", timings.timings
+    if full:
+        from fastcssl.doctor import suite
+
+        yield "tests/gpu", suite.suite

@@ -1,0 +1,84 @@
+"""What an evaluation is asked for, what it runs on, what it tells while it runs, and what comes of it."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fastcssl.distributed.world import Agreed, World
+from fastcssl.errors import UserError
+from fastcssl.evaluate.probes.knn import Metric
+from fastcssl.evaluate.targets import Target
+from fastcssl.learn.precision import Precision
+from fastcssl.runs.results import Evaluation, Probe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to evaluate, and how. Several learning rates and the like are a grid; () is the method's own value."""
+
+    probes: tuple[Probe, ...] = ("linear",)
+    scopes: tuple[str, ...] = ("all",)
+    downstream: tuple[tuple[str, Path], ...] = ()
+    data: Path | None = None
+    lrs: tuple[float, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    momenta: tuple[float, ...] = (0.9,)
+    epochs: int = 100
+    strengths: tuple[float, ...] = (1.0,)
+    k: int = 20
+    metrics: tuple[Metric, ...] = ("cosine", "euclidean")
+    size_px: int | None = None
+    seed: int = 0
+    random_encoder: bool = True
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        least = (("k", self.k, 1), ("size-px", 1 if self.size_px is None else self.size_px, 1), ("seed", self.seed, 0))
+        for name, value, allowed in least:
+            if value < allowed:
+                raise UserError(f"--{name} {value}: give {allowed} or more.")
+        if not all(0 < strength < math.inf for strength in self.strengths):
+            raise UserError("--strength: give numbers above 0; larger ones penalise less.")
+        if not self.probes or not (self.scopes or self.downstream):
+            raise UserError("There is nothing to evaluate: give a --probe, and a --scope or a --downstream set.")
+
+
+class Interrupted(Agreed):
+    def __init__(self, signal: int) -> None:
+        super().__init__("Interrupted; what was found so far is kept, and the same command goes on.")
+        self.signal = signal
+
+
+class Progress:
+    """What the evaluation tells about itself. This one is silent."""
+
+    def begin(self, title: str, num_images: int, done: int = 0) -> None: ...
+
+    def advance(self, num_images: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What an evaluation runs on."""
+
+    world: World = field(default_factory=World)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    precision: Precision = "auto"
+    loader: str = "auto"
+    num_threads: int | None = None
+    checkpoint_minutes: float = 5.0
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """One table of accuracies of one run, and the file that holds it."""
+
+    target: Target
+    path: Path
+    evaluation: Evaluation
+    was_there: bool  # and nothing was computed

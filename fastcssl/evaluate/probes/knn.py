@@ -1,0 +1,151 @@
+"""k nearest neighbours of cached features, weighted, streamed in chunks: neither set need fit on the device.
+
+All of it is in full float32 and the same on every call. N: training rows, M: validation rows, F: feature width, C:
+classes, k: neighbours.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastcssl.evaluate.features import Features, check, full_float32
+from fastcssl.evaluate.probes import Bench, Contender, Hits, from_features
+
+Metric = Literal["cosine", "euclidean"]
+
+_TRAIN_CHUNK, _VAL_CHUNK = 8192, 1024  # rows: 32 MB of scores and 64 MB of keys at a time
+_MAX_ELEMENTS = 1 << 24  # of any other temporary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KnnResult:
+    top1: float
+    top5: float
+    guess_M5: Tensor  # labels, the heaviest first, -1 where fewer got a vote; on the features' device
+
+    @property
+    def predictions(self) -> Tensor:
+        return self.guess_M5[:, 0]
+
+
+def knn(
+    train: Features,
+    val: Features,
+    *,
+    num_classes: int,
+    k: int = 20,
+    metric: Metric = "cosine",
+    temperature: float = 0.07,
+    device: torch.device | str | None = None,
+    train_chunk: int = _TRAIN_CHUNK,
+    val_chunk: int = _VAL_CHUNK,
+) -> KnnResult:
+    """Each validation row takes the class for which its k nearest training rows weigh most.
+
+    The weight of a neighbour is exp(s / temperature) for cosine similarity s, 1 / (d + 1e-5) for Euclidean distance d.
+    Of equally near rows the lower index is nearer; of equally weighted classes the lower label wins. A class that got
+    no vote is no guess, also when that leaves fewer than five. `device`: where to compute, the features' own if None.
+    """
+    if metric not in get_args(Metric):
+        raise ValueError(f"'{metric}' is not a metric of k-NN. Use {' or '.join(get_args(Metric))}.")
+    if k < 1 or temperature <= 0:
+        raise ValueError(f"k-NN needs k >= 1 and a temperature above 0, not k = {k} and {temperature:g}.")
+    check("train", train, num_classes)
+    check("val", val, num_classes)
+    home = val.h_NF.device
+    device = home if device is None else torch.device(device)
+    k = min(k, len(train))
+    val_MF, label_M = val.h_NF.to(device), val.label_N.to(device)
+    if metric == "cosine":
+        val_MF = F.normalize(val_MF, dim=1)
+    with torch.no_grad(), full_float32():
+        neighbour_Mk = _nearest(train.h_NF, val_MF, k, metric, train_chunk, val_chunk)
+        rows = max(1, min(val_chunk, _MAX_ELEMENTS // (k * val_MF.shape[1]), _MAX_ELEMENTS // num_classes))
+        guesses = []
+        for begin in range(0, len(val_MF), rows):
+            neighbour_Bk = neighbour_Mk[begin : begin + rows]
+            near_BkF = train.h_NF[neighbour_Bk.to(train.h_NF.device)].to(device)
+            weight_Bk = _weights(val_MF[begin : begin + rows], near_BkF, metric, temperature)
+            label_Bk = train.label_N[neighbour_Bk.to(train.label_N.device)].to(device)
+            guesses.append(_guesses(weight_Bk, label_Bk, num_classes))
+    guess_M5 = torch.cat(guesses)
+    hit_M5 = guess_M5 == label_M[:, None]
+    num_val = len(val)
+    return KnnResult(
+        top1=int(hit_M5[:, 0].sum()) / num_val,
+        top5=int(hit_M5.any(dim=1).sum()) / num_val,
+        guess_M5=guess_M5.to(home),
+    )
+
+
+def _nearest(train_NF: Tensor, val_MF: Tensor, k: int, metric: Metric, train_chunk: int, val_chunk: int) -> Tensor:
+    """Indices [M, k] of the nearest training rows, nearest first. One pass over the training rows."""
+    device = val_MF.device
+    best_Mk = torch.full((len(val_MF), k), torch.iinfo(torch.int64).min, device=device)
+    for begin in range(0, len(train_NF), train_chunk):
+        train_CF = train_NF[begin : begin + train_chunk].to(device)
+        index_C = torch.arange(begin, begin + len(train_CF), device=device)
+        if metric == "cosine":
+            train_CF = F.normalize(train_CF, dim=1)
+            bias_C = torch.zeros(len(train_CF), device=device)
+        else:  # d^2 = |v|^2 + |t|^2 - 2 v.t, of which |v|^2 is the same along a row
+            bias_C = train_CF.square().sum(dim=1).mul_(-0.5)
+        for at in range(0, len(val_MF), val_chunk):
+            score_BC = torch.addmm(bias_C, val_MF[at : at + val_chunk], train_CF.T)
+            found_Bk = _keys(score_BC, index_C).topk(min(k, len(train_CF)), dim=1).values
+            both = torch.cat((best_Mk[at : at + val_chunk], found_Bk), dim=1)
+            best_Mk[at : at + val_chunk] = both.topk(k, dim=1).values
+    return _LOW_BITS - (best_Mk & _LOW_BITS)
+
+
+_LOW_BITS = (1 << 32) - 1
+
+
+def _keys(score_BC: Tensor, index_C: Tensor) -> Tensor:
+    """Score and index as one int64 that sorts by falling score, then by rising index. No two are equal, so that topk,
+    which may take any of several equal values, has no choice."""
+    bits = score_BC.add_(0.0).view(torch.int32)  # adding turns -0.0 into 0.0
+    bits.bitwise_xor_((bits >> 31) & 0x7FFFFFFF)  # the order of floats becomes that of integers
+    return bits.long().bitwise_left_shift_(32).bitwise_or_(_LOW_BITS - index_C)
+
+
+def _weights(val_BF: Tensor, near_BkF: Tensor, metric: Metric, temperature: float) -> Tensor:
+    """From the differences themselves: what the matrix product lost to cancellation would show in 1 / d."""
+    if metric == "euclidean":
+        return 1 / ((val_BF[:, None] - near_BkF).square().sum(dim=2).sqrt() + 1e-5)
+    similarity_Bk = (val_BF[:, None] * F.normalize(near_BkF, dim=2)).sum(dim=2)
+    # Relative to the nearest, which changes no vote and cannot overflow.
+    return ((similarity_Bk - similarity_Bk.amax(dim=1, keepdim=True)) / temperature).exp()
+
+
+def _guesses(weight_Bk: Tensor, label_Bk: Tensor, num_classes: int) -> Tensor:
+    """The five heaviest classes [B, 5], -1 where fewer got a vote."""
+    votes_BC = weight_Bk.new_zeros(len(weight_Bk), num_classes)
+    for j in range(weight_Bk.shape[1]):  # one neighbour at a time: a scatter of all has no fixed order of addition
+        label_B1 = label_Bk[:, j : j + 1]
+        votes_BC.scatter_(1, label_B1, votes_BC.gather(1, label_B1) + weight_Bk[:, j : j + 1])
+    votes_BC, class_BC = votes_BC.sort(dim=1, descending=True, stable=True)
+    guess_B5 = class_BC[:, :5].masked_fill(votes_BC[:, :5] == 0, -1)
+    return F.pad(guess_B5, (0, 5 - guess_B5.shape[1]), value=-1)
+
+
+# ---- As a probe ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnnSettings:
+    k: int = 20
+    metric: Metric = "cosine"
+    temperature: float = 0.07  # of cosine
+
+
+def run(contenders: Sequence[Contender[KnnSettings]], bench: Bench) -> list[list[Hits]]:
+    def guess(train: Features, rows: Features, settings: KnnSettings) -> Tensor:
+        num_classes = len(bench.data.manifest.classes)
+        return knn(train, rows, num_classes=num_classes, device=bench.device, **asdict(settings)).guess_M5
+
+    return from_features(contenders, bench, guess)

@@ -1,0 +1,161 @@
+"""What a probe is trained on and judged by: columns of a table, and groups of columns that share a classifier.
+
+all               one classifier over all classes of all tasks, judged on each task (task-agnostic)
+per-task          a classifier for each task, of its images and classes alone
+domain-agnostic   one classifier over all domains, judged on each domain
+domain-aware      a classifier for each domain
+semi-1, semi-10   as `all`, from 1 % or 10 % of the training images, the same share of each class
+downstream:NAME   as `all`, on another data set
+"""
+
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dataprep.manifest import SPLITS
+from dataprep.suggest import nearest
+from fastcssl.data.draws import uniform
+from fastcssl.data.prepared import Prepared, Selection
+from fastcssl.errors import UserError
+from fastcssl.runs.results import DOWNSTREAM, Scope
+
+Ids = npt.NDArray[np.int64]
+SHARES = {"semi-1": 0.01, "semi-10": 0.1}
+SUBSET_VIEW = (1 << 32) + 2  # a view number that no policy has: the draws behind a subset
+SUBSET_SEED = 42  # as the references' split has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Column:
+    """An evaluation task: validation images that get a number of their own."""
+
+    name: str
+    val_ids: Ids  # sorted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """What one classifier learns from, and the columns it is judged by."""
+
+    train_ids: Ids  # sorted
+    labels: Ids  # the classes it tells apart, sorted
+    columns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    scope: str
+    columns: tuple[Column, ...]
+    groups: tuple[Group, ...]
+    follows_tasks: bool  # column i is task i of the manifest
+
+    @property
+    def train_ids(self) -> Ids:
+        return np.unique(np.concatenate([group.train_ids for group in self.groups]))
+
+
+def check_scope(scope: str) -> None:
+    if scope not in get_args(Scope) and not scope.startswith(DOWNSTREAM):
+        raise UserError(f"There is no scope {scope!r}. {nearest(scope, (*get_args(Scope), f'{DOWNSTREAM}NAME'))}")
+
+
+def plan(data: Prepared, scope: str) -> Plan:
+    """Refuses data that the scope cannot be judged on."""
+    check_scope(scope)
+    _check_labels(data)
+    tasks = data.manifest.tasks
+    if scope.startswith("domain-"):
+        names, members, follows = _domains(data, scope)
+    else:
+        names, members, follows = [task.name for task in tasks], _task_of_row(data), True
+    table = data.table
+    in_use = table["is_stored"] & (members >= 0)
+    parts = []
+    for column, name in enumerate(names):
+        mine = in_use & (members == column)
+        train, val = table[mine & ~table["is_val"]], table[mine & table["is_val"]]
+        for split, rows in (("validation", val), ("training", train)):
+            if not len(rows):
+                raise UserError(
+                    f"{name} (column {column}) of {data.folder} has no {split} images, and so no accuracy. Prepare the "
+                    "data with a validation part, or evaluate on other data with --data."
+                )
+        parts.append((name, train, val))
+    columns = tuple(Column(name=name, val_ids=val["id"].astype(np.int64)) for name, _, val in parts)
+    if scope in ("per-task", "domain-aware"):
+        groups = tuple(
+            Group(
+                train_ids=train["id"].astype(np.int64),
+                labels=np.union1d(train["label"], val["label"]).astype(np.int64),
+                columns=(i,),
+            )
+            for i, (_, train, val) in enumerate(parts)
+        )
+    else:
+        train_ids = np.sort(np.concatenate([train["id"] for _, train, _ in parts])).astype(np.int64)
+        if scope in SHARES:
+            train_ids = stratified_share(data, train_ids, SHARES[scope])
+        labels = np.arange(len(data.manifest.classes), dtype=np.int64)
+        groups = (Group(train_ids=train_ids, labels=labels, columns=tuple(range(len(columns)))),)
+    return Plan(scope=scope, columns=columns, groups=groups, follows_tasks=follows)
+
+
+def stratified_share(data: Prepared, train_ids: Ids, share: float, seed: int = SUBSET_SEED) -> Ids:
+    """This share of each class, rounded, sorted. A sample's draw is of (seed, id) alone: 1 % lies within 10 %."""
+    rows = data.table[np.searchsorted(data.table["id"], train_ids)]
+    draw_S = uniform(seed, 0, rows["id"], np.zeros(len(rows), np.int64), SUBSET_VIEW, 0)
+    order_S = np.lexsort((draw_S, rows["label"]))
+    label_C, begin_C, count_C = np.unique(rows["label"][order_S], return_index=True, return_counts=True)
+    wanted_C = np.floor(share * count_C + 0.5).astype(np.int64)
+    if len(empty := np.flatnonzero(wanted_C == 0)):
+        name = data.manifest.classes[int(label_C[empty[0]])]
+        more = f", and {len(empty) - 1} more classes are like it" if len(empty) > 1 else ""
+        raise UserError(
+            f"{100 * share:g} % of the {count_C[empty[0]]} training images of class {name!r} is none{more}. Use "
+            f"{'--scope semi-10, ' if share < 0.1 else ''}a data set with more images a class, or --scope all."
+        )
+    place_S = np.arange(len(rows)) - np.repeat(begin_C, count_C)  # in its class
+    chosen: Ids = np.sort(rows["id"][order_S[place_S < np.repeat(wanted_C, count_C)]]).astype(np.int64)
+    return chosen
+
+
+def _check_labels(data: Prepared) -> None:
+    labels, num_classes = data.table["label"], len(data.manifest.classes)
+    if num_classes < 2:
+        raise UserError(
+            f"{data.folder} has {num_classes} class{'' if num_classes == 1 else 'es'}: without labels there is nothing "
+            "to probe. Prepare images in one folder a class, or give other data with --data."
+        )
+    wrong = int(((labels < 0) | (labels >= num_classes)).sum())
+    if wrong:
+        raise UserError(
+            f"{wrong} images of {data.folder} have no label within its {num_classes} classes. Prepare the data again."
+        )
+
+
+def _task_of_row(data: Prepared) -> npt.NDArray[np.int64]:
+    """Of every row of the table; -1 where no task has it."""
+    found = np.full(len(data.table), -1, np.int64)
+    for number in range(len(data.manifest.tasks)):
+        for split in SPLITS:
+            found[data.rows(Selection(tasks=(number,), split=split))] = number
+    return found
+
+
+def _domains(data: Prepared, scope: str) -> tuple[list[str], npt.NDArray[np.int64], bool]:
+    """In the order in which the tasks bring them."""
+    manifest = data.manifest
+    if len(manifest.domains) < 2:
+        raise UserError(
+            f"--scope {scope} needs two domains or more, but {data.folder} has {len(manifest.domains) or 'none'}. "
+            "Use --scope all or per-task."
+        )
+    order = list(dict.fromkeys(domain for task in manifest.tasks for domain in task.domains))
+    column_of = np.full(len(manifest.domains), -1, np.int64)
+    column_of[order] = np.arange(len(order))
+    follows = manifest.scenario.kind == "domain" and [task.domains for task in manifest.tasks] == [[d] for d in order]
+    known = (_task_of_row(data) >= 0) & (data.table["domain"] >= 0)
+    members = np.where(known, column_of[data.table["domain"]], -1)
+    return [manifest.domains[domain] for domain in order], members, follows

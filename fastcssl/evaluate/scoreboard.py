@@ -1,0 +1,185 @@
+"""What a person sees of an evaluation: a bar with rate and time left, or plain lines; the table at the end."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dataprep.progress import OnTerminal
+from fastcssl.evaluate.options import Evaluated, Progress
+from fastcssl.runs.display import bar_grid, bar_row, duration, fact_grid, framed
+from fastcssl.runs.results import EvaluatedEncoder, Evaluation
+
+_LINE_SECONDS = 30.0
+_WINDOW_SECONDS = 300
+_MAX_COLUMNS = 12  # of tasks that a table shows
+
+
+class Scoreboard(OnTerminal, Progress):
+    """Draws on a terminal, writes a line every half minute elsewhere, and nothing when `quiet`."""
+
+    def __init__(self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = Console(quiet=True) if quiet else console
+        self._clock = clock
+        self._title, self._done, self._size = "", 0, 0
+        self._pace: deque[tuple[float, int]] = deque(maxlen=_WINDOW_SECONDS)
+        self._last_line = -math.inf
+        self._live: Live | None = None
+        if not quiet and console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(get_renderable=self.panel, console=console, refresh_per_second=4, transient=True)
+
+    def begin(self, title: str, num_images: int, done: int = 0) -> None:
+        self._title, self._size, self._done = title, num_images, done
+        self._pace.clear()
+        self._pace.append((self._clock(), done))
+        self._last_line = self._clock()
+        if self._live is None:
+            self._line(f"{title}: {num_images - done:,} images to see")
+
+    def advance(self, num_images: int) -> None:
+        self._done = min(self._done + num_images, self._size)
+        now = self._clock()
+        if now - self._pace[-1][0] >= 1:
+            self._pace.append((now, self._done))
+        if self._live is None and now - self._last_line >= _LINE_SECONDS:
+            self._last_line = now
+            share = f"{100 * self._done / max(self._size, 1):.0f} %"
+            left = "" if self.seconds_left is None else f"  ETA {duration(self.seconds_left)}"
+            self._line(f"{self._title}  {share}  {self.images_per_s:,.0f} images/s{left}")
+
+    def note(self, text: str) -> None:
+        self._line(text, "yellow")
+
+    def _line(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style), soft_wrap=True)
+
+    @property
+    def images_per_s(self) -> float:
+        (began, first), now = self._pace[0], self._clock()
+        return (self._done - first) / (now - began) if now > began else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        return (self._size - self._done) / self.images_per_s if self.images_per_s > 0 else None
+
+    def panel(self) -> RenderableType:
+        if not self._title:
+            return Text("")
+        bars = bar_grid()
+        bar_row(bars, "images", self._done, self._size, self.seconds_left)
+        speed = Text(f"{self.images_per_s:,.0f} images/s, each decoded once for all encoders", "cyan")
+        return framed([Text(self._title, "bold"), "", bars, "", speed])
+
+
+# ---- Tables ----------------------------------------------------------------------------------------------------------
+
+
+def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
+    """A table for each result; of a grid of settings one row each."""
+    parts: list[RenderableType] = []
+    missing: dict[str, None] = {}  # what metrics lack, each sentence once
+    grids: dict[tuple[str, str, str], list[Evaluated]] = {}
+    for outcome in outcomes:
+        made = outcome.evaluation
+        grids.setdefault((str(outcome.target.folder), made.probe, made.scope), []).append(outcome)
+    for (folder, probe, scope), found in grids.items():
+        of = f" · {found[0].target.method} {found[0].target.strategy}" if found[0].target.is_run else ""
+        parts += [Text.assemble((folder, "bold"), f"{of} · {probe} · {scope}")]
+        if len(found) > 1:
+            parts.append(_grid(found))
+        for outcome in found if probe == "knn" else [max(found, key=lambda item: item.evaluation.metrics.A[-1])]:
+            if len(found) > 1:
+                best = "" if probe == "knn" else ", the best A of these by the validation images themselves"
+                parts.append(Text(f" {settings_of(outcome.evaluation, found)}{best}", "dim"))
+            parts.append(matrix(outcome.evaluation))
+            facts = [("result", str(outcome.path), "")]
+            if outcome.was_there:
+                facts.append(("", "evaluated before; --again repeats it", "dim"))
+            parts += [Padding(fact_grid(facts, fold=True), (0, 0, 1, 1), expand=False)]
+        missing |= dict.fromkeys(found[0].evaluation.metrics.missing)
+    return Group(*parts, *(Text(sentence, "yellow") for sentence in missing))
+
+
+def matrix(made: Evaluation) -> RenderableType:
+    """a_{i,t} in %: a row for each checkpoint, a column for each task; what a checkpoint had not learnt yet is dim."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
+    table.add_column("after", justify="right", no_wrap=True)
+    shown = range(min(len(made.columns), _MAX_COLUMNS))
+    for i in shown:
+        table.add_column(_short(made.columns[i], i), justify="right", no_wrap=True)
+    if len(made.columns) > _MAX_COLUMNS:
+        table.add_column("...", justify="right")
+    for heading in ("A", "top-1", "top-5"):
+        table.add_column(heading, justify="right", no_wrap=True, style="bold" if heading == "A" else "")
+    rest = [""] if len(made.columns) > _MAX_COLUMNS else []
+    for t, encoder in enumerate(made.checkpoints):
+        seen = encoder.seen or list(range(len(made.columns)))
+        cells = [Text(_percent(made.top1[t][i]), "" if i in seen else "dim") for i in shown]
+        end = (made.metrics.A[t], made.overall_top1[t], made.overall_top5[t])
+        table.add_row(_after(encoder, made), *cells, *rest, *map(_percent, end))
+    for name, row in (("one task alone", made.reference.ft), ("random", made.reference.random)):
+        if row is not None:
+            values = ["-" if row[i] is None else _percent(row[i]) for i in shown]
+            table.add_row(name, *values, *rest, "", "", "", style="italic")
+    facts = [(name, _signed(getattr(made.metrics, name)), about) for name, about in _METRICS]
+    line = Text("  ").join(
+        Text.assemble((name, "bold"), f" {value}", (f" {about}", "dim")) for name, value, about in facts if value
+    )
+    return Group(table, line) if line else table
+
+
+_METRICS = (
+    ("S", "forgetting, lower is better"),
+    ("P", "plasticity"),
+    ("F", "forward transfer"),
+)
+
+
+def _grid(found: Sequence[Evaluated]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
+    table.add_column("settings", no_wrap=True)
+    for heading in ("A", "S", "P", "F", "top-1", "top-5"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for outcome in found:
+        made = outcome.evaluation
+        own = made.metrics
+        cells = (_signed(own.S), _signed(own.P), _signed(own.F))
+        ends = (_percent(made.overall_top1[-1]), _percent(made.overall_top5[-1]))
+        table.add_row(settings_of(made, found), _percent(own.A[-1]), *(cell or "-" for cell in cells), *ends)
+    return table
+
+
+def settings_of(made: Evaluation, others: Sequence[Evaluated]) -> str:
+    """Those that tell it apart from the others."""
+    differ = [
+        key
+        for key in made.settings
+        if any(other.evaluation.settings.get(key) != made.settings[key] for other in others)
+    ]
+    return ", ".join(f"{key.replace('_', ' ')} {made.settings[key]}" for key in differ)
+
+
+def _after(encoder: EvaluatedEncoder, made: Evaluation) -> str:
+    """What it has learnt last; a joint run's only encoder has learnt all at once."""
+    if len(made.checkpoints) == 1 and len(encoder.seen) == len(made.columns) > 1:
+        return "all tasks"
+    return f"task {encoder.task}" if encoder.seen else ""
+
+
+def _short(name: str, number: int) -> str:
+    return name if len(name) <= 9 else f"task {number}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f}"
+
+
+def _signed(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f}"

@@ -1,0 +1,328 @@
+"""What can be evaluated: a run of fastcssl-train with an encoder after each task, or an encoder file of any origin."""
+
+import json
+import pickle
+import shlex
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dataprep.manifest import sha256_of
+from fastcssl.data.views import Family, Policy, policy, with_normalisation, with_size
+from fastcssl.errors import UserError
+from fastcssl.evaluate.probes import ProbeViews
+from fastcssl.learn.encoder_file import EncoderFileError, describe_file, difference, load_encoder
+from fastcssl.learn.encoders import EncoderConfig
+from fastcssl.learn.nets import build_encoder
+from fastcssl.runs.results import EvaluatedEncoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    noted: EvaluatedEncoder
+    load: Callable[[], nn.Module]  # on the CPU, in eval mode, with `num_features`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How the encoder's training saw images: what its probe must keep to."""
+
+    family: Family
+    size_px: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    def views(self, *, size_px: int | None = None, crop: Literal["family", "whole", "center"] = "family") -> ProbeViews:
+        """At another size if given. "whole" judges by the whole image, resized; "center" by its middle."""
+        family = {"family": self.family, "whole": "cifar", "center": "imagenet"}[crop]
+
+        def seen(which: str) -> Policy:
+            views = with_size(policy(f"probe-{which}-{family}"), size_px or self.size_px)
+            return with_normalisation(views, self.mean, self.std)
+
+        return ProbeViews(train=seen("train"), val=seen("val"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Target:
+    folder: Path  # results lie in its folder `evaluations`
+    checkpoints: tuple[Checkpoint, ...]
+    look: Look
+    encoder: EncoderConfig
+    method: str = ""
+    strategy: str = ""
+    recipe: str = ""
+    seed: int = 0
+    data: Path | None = None  # that a run was trained on
+    manifest_sha256: str = ""
+    only_task: int | None = None
+    flags: tuple[str, ...] = ()  # what the run's command line changed of its recipe
+
+    @property
+    def is_run(self) -> bool:
+        return bool(self.recipe)
+
+    def random_encoder(self) -> nn.Module:
+        """As the run's was before its first step."""
+        return build_encoder(self.encoder, self.seed, self.look.size_px).eval()
+
+
+def open_targets(
+    paths: Sequence[Path], *, architecture: EncoderConfig | None, family: Family, size_px: int | None, out: Path | None
+) -> list[Target]:
+    """Runs, folders of runs with several seeds, encoder files. The options are for files that do not say so."""
+    found: list[Target] = []
+    for path in paths:
+        if path.is_file():
+            found.append(_file(path, architecture, family, size_px, out))
+        elif (path / "config.json").is_file():
+            found.append(_run(path))
+        elif seeds := sorted(it.parent for it in path.glob("seed*/config.json")):
+            found += [_run(seed) for seed in seeds]
+        else:
+            raise UserError(
+                f"{path} is neither a run of fastcssl-train (it has no config.json) nor an encoder file. "
+                "Give a run's folder, a .safetensors file or a state dict of torchvision's."
+            )
+    twice = [target.folder for target in found if sum(other.folder == target.folder for other in found) > 1]
+    if twice:
+        raise UserError(f"{twice[0]} is there twice; its results would overwrite each other. Name it once.")
+    return found
+
+
+def open_references(paths: Sequence[Path]) -> list[Target]:
+    """Runs of one task alone, or folders that hold some."""
+    found: list[Target] = []
+    for path in paths:
+        folders = [path] if (path / "config.json").is_file() else sorted(it.parent for it in path.glob("*/config.json"))
+        # A folder of runs may hold others too, and some that are not finished.
+        runs = [_run(folder) for folder in folders if folder == path or any((folder / "encoders").glob("task*"))]
+        alone = [run for run in runs if run.only_task is not None]
+        if not alone:
+            raise UserError(
+                f"--references {path}: no finished run of one task is there. Make some with fastcssl-train "
+                "RECIPE METHOD finetune --only-task K."
+            )
+        found += [run for run in alone if run.folder not in {other.folder for other in found}]
+    return found
+
+
+# ---- Runs ------------------------------------------------------------------------------------------------------------
+
+
+def _run(folder: Path) -> Target:
+    path = folder / "config.json"
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+        config, tasks = described["config"], [list(map(int, numbers)) for numbers in described["tasks"]]
+        encoder, seed, only_task = EncoderConfig(**config["encoder"]), int(config["seed"]), config["only_task"]
+        recipe, data, manifest = str(config["recipe"]), Path(described["data"]), str(described["manifest_sha256"])
+        flags = _flags(config, described["sources"], described["settings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is not the config.json of a run ({error!r:.80}). Give a folder of fastcssl-train."
+        ) from None
+    checkpoints, strings = [], {}
+    for number, numbers in enumerate(tasks):
+        name = f"task{numbers[0]}" if len(numbers) == 1 else "joint"
+        file = folder / "encoders" / f"{name}.safetensors"
+        if not file.is_file():
+            continue
+        strings = describe_file(file)
+        if (strings["architecture"], strings["stem"]) != (encoder.name, encoder.stem):
+            raise UserError(
+                f"{file} holds a {strings['architecture']} ({strings['stem']} stem), but the run trained a "
+                f"{encoder.name} ({encoder.stem} stem): it is another run's file. Restore it, or evaluate it "
+                "by its own path."
+            )
+        seen = sorted({task for earlier in tasks[: number + 1] for task in earlier})
+        noted = EvaluatedEncoder(task=number, path=str(file.relative_to(folder)), sha256=sha256_of(file), seen=seen)
+        checkpoints.append(Checkpoint(noted=noted, load=_loader(file)))
+    if not checkpoints:
+        raise UserError(
+            f"{folder} has no finished task: {folder / 'encoders'} holds none of its encoders. Let fastcssl-train "
+            f"finish one (fastcssl-train status {folder} says where it is)."
+        )
+    return Target(
+        folder=folder,
+        checkpoints=tuple(checkpoints),
+        look=_look(strings, "imagenet", None),
+        encoder=encoder,
+        method=strings.get("method", ""),
+        strategy=strings.get("strategy", ""),
+        recipe=recipe,
+        seed=seed,
+        data=data,
+        manifest_sha256=manifest,
+        only_task=only_task,
+        flags=flags,
+    )
+
+
+def _flags(config: dict[str, Any], sources: dict[str, str], settings: str) -> tuple[str, ...]:
+    """What was said on the command line, in its words, but for what makes a reference another run."""
+    found = [] if settings == "matched" else [f"--settings {settings}"]
+    for key, source in sources.items():
+        value: Any = config
+        for part in key.split("."):
+            value = value[part]
+        own = key in ("recipe", "only_task", "online_probe") or key.startswith(("strategy.", "run."))
+        if source == "command line" and not own and value is not None:
+            words = value if isinstance(value, list) else [value]
+            text = " ".join(("on" if word else "off") if isinstance(word, bool) else str(word) for word in words)
+            found.append(f"--{key.replace('_', '-')} {text}")
+    return tuple(found)
+
+
+def _look(strings: dict[str, str], family: Family, size_px: int | None) -> Look:
+    """As the file says, or else as `family` is."""
+    usual = policy(f"probe-val-{family}")[0]
+    if "mean" not in strings:
+        return Look(family=family, size_px=size_px or usual.size_px, mean=usual.mean, std=usual.std)
+    mean, std = (tuple(json.loads(strings[key])) for key in ("mean", "std"))
+    is_cifar = mean == policy("probe-val-cifar")[0].mean
+    return Look(
+        family="cifar" if is_cifar else "imagenet",
+        size_px=size_px or int(strings["size_px"]),
+        mean=(mean[0], mean[1], mean[2]),
+        std=(std[0], std[1], std[2]),
+    )
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+
+def _file(
+    path: Path, architecture: EncoderConfig | None, family: Family, size_px: int | None, out: Path | None
+) -> Target:
+    strings: dict[str, str] = {}
+    if path.suffix == ".safetensors":
+        try:
+            strings = describe_file(path)
+        except EncoderFileError:
+            if architecture is None:
+                raise
+    load = _loader(path)
+    if strings:
+        found = EncoderConfig(name=strings["architecture"], stem=strings["stem"])  # type: ignore[arg-type]
+        if architecture is not None and (found.name, found.stem) != (architecture.name, architecture.stem):
+            raise UserError(
+                f"{path} says that it is a {found.name} ({found.stem} stem), not a {architecture.name} "
+                f"({architecture.stem} stem). Leave --architecture out."
+            )
+    elif architecture is None:
+        raise UserError(
+            f"{path} does not say which encoder it holds. Give --architecture, such as resnet18 or "
+            "torchvision:resnet50."
+        )
+    else:
+        found = architecture
+    look = _look(strings, family, size_px)
+    if not strings:
+        load = _foreign(path, found, look.size_px)
+    load()  # what is wrong with it is said now
+    noted = EvaluatedEncoder(task=0, path=str(path), sha256=sha256_of(path), seen=[])
+    return Target(
+        folder=path.with_suffix("") if out is None else out,
+        checkpoints=(Checkpoint(noted=noted, load=load),),
+        look=look,
+        encoder=found,
+        method=strings.get("method", ""),
+    )
+
+
+def _loader(path: Path) -> Callable[[], nn.Module]:
+    return lambda: load_encoder(path)
+
+
+def _foreign(path: Path, config: EncoderConfig, size_px: int) -> Callable[[], nn.Module]:
+    """A plain state dict. Only the classifier, which an encoder does not have, may be in it besides."""
+
+    def load() -> nn.Module:
+        tensors = _tensors(path)
+        encoder = build_encoder(config, 0, size_px)
+        heads = [name for name, module in encoder.named_modules() if isinstance(module, nn.Identity)]
+        tensors = {key: value for key, value in tensors.items() if key.rpartition(".")[0] not in heads}
+        if wrong := difference(encoder.state_dict(), tensors):
+            raise EncoderFileError(
+                f"{path} does not hold a {config.name} ({config.stem} stem): {wrong}. Give the right --architecture "
+                "and --stem."
+            )
+        encoder.load_state_dict(tensors, strict=True)
+        return encoder.eval()
+
+    return load
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            return dict(load_file(path))
+        except SafetensorError as error:
+            raise EncoderFileError(
+                f"{path} is not a safetensors file, or only a part of one ({error}). Copy it again."
+            ) from None
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile):
+        raise EncoderFileError(
+            f"{path} is not a file of tensors alone: a pickle of other things may run any code when opened, and is "
+            "refused. Save model.state_dict(), or a safetensors file."
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
+        raise EncoderFileError(
+            f"{path} holds something other than a state dict of tensors by name. Save model.state_dict() alone."
+        )
+    return found
+
+
+# ---- Single-task references ------------------------------------------------------------------------------------------
+
+
+def matched(target: Target, others: Sequence[Target], manifest_sha256: str) -> dict[int, int]:
+    """By task, which of the others is its reference: the same data, method and encoder; rather of the same seed."""
+    found: dict[int, int] = {}
+    if target.only_task is not None or not target.is_run:
+        return found
+    for index, other in enumerate(others):
+        task = other.only_task
+        alike = (other.method, other.encoder) == (target.method, target.encoder)
+        if task is None or not alike or other.manifest_sha256 != manifest_sha256:
+            continue
+        if task not in found or (other.seed == target.seed and others[found[task]].seed != target.seed):
+            found[task] = index
+    return found
+
+
+def unmatched(targets: Sequence[Target], references: Sequence[Target]) -> list[Target]:
+    """Those that are of no use to any of the targets."""
+    return [
+        other for other in references if not any(matched(target, [other], target.manifest_sha256) for target in targets)
+    ]
+
+
+def missing_commands(target: Target, tasks: Sequence[int], manifest: Path) -> list[str]:
+    """Fine-tuning from nothing: with one task alone every strategy is that."""
+    data = target.data or manifest
+    return [
+        " ".join(
+            (
+                f"fastcssl-train {target.recipe} {target.method} finetune --data {shlex.quote(str(data))}",
+                f"--only-task {task} --out {shlex.quote(str(out_of(target, task)))}",
+                *target.flags,
+            )
+        )
+        for task in tasks
+    ]
+
+
+def out_of(target: Target, task: int) -> Path:
+    """Of the method, not of the strategy: all its strategies share the references."""
+    return target.folder.parent / f"{target.recipe}-{target.method}-only{task}-seed{target.seed}"

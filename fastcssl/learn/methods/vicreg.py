@@ -1,0 +1,64 @@
+"""VICReg: the views' embeddings agree, every dimension varies, no two vary together.
+
+Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning, 2022, as CaSSLe and
+PNR train it. Deviation: variances and covariances span all ranks, the references' one GPU (`scope = local`).
+
+Units: `align` is the mean squared difference times the loss's own weight of it, 25, so that CaSSLe's published factor
+of 25 is a strategy.weight of 1. `repel` is the raw mean squared difference: PNR's published 23 is the weight itself.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastcssl.learn.losses import mean_squared, vicreg
+from fastcssl.learn.methods import Embeddings, Inputs, Method, MethodConfig, Setting
+from fastcssl.learn.nets import mlp, seeded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VicregConfig(MethodConfig):
+    hidden: int = 2048
+    dim: int = 2048
+    similarity_weight: float = 25.0  # of the views' squared difference
+    variance_weight: float = 25.0  # of dimensions that vary too little
+    covariance_weight: float = 1.0  # of dimensions that vary together
+
+
+class Vicreg(Method):
+    name = "vicreg"
+    Config = VicregConfig
+    config: VicregConfig
+    in_batch = True
+
+    def __init__(self, config: VicregConfig, encoder: nn.Module, setting: Setting) -> None:
+        with seeded(setting.seed, "projector"):
+            projector = mlp((encoder.num_features, config.hidden, config.hidden, config.dim), norm=True)  # type: ignore[arg-type]
+        super().__init__(encoder, projector, setting)
+        self.config = config
+
+    def forward(self, inputs: Inputs) -> Embeddings:
+        h, z = zip(*(self.online(view) for view in inputs.views), strict=True)
+        return Embeddings(h=h, z=z)
+
+    def loss(self, e: Embeddings) -> Tensor:
+        z1_ND, z2_ND = e.z
+        return vicreg(
+            z1_ND,
+            z2_ND,
+            self.world,
+            similarity=self.config.similarity_weight,
+            variance=self.config.variance_weight,
+            covariance=self.config.covariance_weight,
+        )
+
+    def align(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...]) -> Tensor:
+        return self.config.similarity_weight * self.repel(p, f)
+
+    def repel(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...], form: str = "code") -> Tensor:  # noqa: ARG002
+        """Of raw vectors, in both forms."""
+        return torch.stack([mean_squared(p_ND, f_ND) for p_ND, f_ND in zip(p, f, strict=True)]).mean()
+
+
+METHOD = Vicreg

@@ -1,0 +1,83 @@
+"""One optimisation step: the module that DDP wraps (views in, named loss terms out), and what is done around it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastcssl.distributed.world import World, watched
+from fastcssl.learn.methods import Inputs, Method
+from fastcssl.learn.strategies import Strategy
+
+
+class Step(nn.Module):
+    """It holds the parameters that are trained and nothing else: banks, frozen and slow copies live outside, because
+    DDP must neither broadcast them nor expect gradients. Built anew for each task: a strategy's parameters may grow.
+    """
+
+    def __init__(self, method: Method, strategy: Strategy) -> None:
+        super().__init__()
+        self.method, self.strategy = method, strategy
+
+    def forward(self, inputs: Inputs) -> dict[str, Tensor]:
+        return self.strategy.terms(self.method, inputs)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """For the optimiser. The strategy's own parameters are a group, as in the references."""
+        own = [p for p in self.strategy.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"name": "method", "params": [p for p in self.method.parameters() if p.requires_grad]}
+        ]
+        if own:
+            groups.append({"name": "strategy", "params": own, "lr_scale": self.strategy.lr_scale(self.method)})
+        return groups
+
+
+def across_ranks(step: Step, world: World, device: torch.device) -> nn.Module:
+    """Nothing is broadcast in a step: BatchNorm is synchronised, so the buffers are equal anyway."""
+    if world.size == 1:
+        return step
+    return DistributedDataParallel(
+        step,
+        device_ids=[device] if device.type == "cuda" else None,
+        forward_sync_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def micro_batches(inputs: Inputs, count: int) -> Iterator[Inputs]:
+    parts = [view.chunk(count) for view in inputs.views]
+    for number, (label, sample_id) in enumerate(zip(inputs.label.chunk(count), inputs.id.chunk(count), strict=True)):
+        yield Inputs(views=tuple(part[number] for part in parts), label=label, id=sample_id)
+
+
+def optimise(
+    module: nn.Module,
+    inputs: Inputs,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    *,
+    accumulate: int = 1,
+    amp_dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Returns the terms, averaged over micro-batches, still on the device."""
+    optimizer.zero_grad(set_to_none=True)
+    sums: dict[str, Tensor] = {}
+    device_type = inputs.label.device.type
+    for number, part in enumerate(micro_batches(inputs, accumulate)):
+        with ExitStack() as stack:
+            if number < accumulate - 1 and isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+            with torch.autocast(device_type, amp_dtype, enabled=amp_dtype is not None):
+                terms: dict[str, Tensor] = module(part)
+                loss = torch.stack(list(terms.values())).sum() / accumulate
+            with watched("the backward pass"):
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        for name, term in terms.items():
+            sums[name] = sums.get(name, 0) + term.detach() / accumulate
+    scaler.step(optimizer)
+    scaler.update()
+    return sums

@@ -1,0 +1,321 @@
+"""What a run leaves behind while it trains: metrics as JSON lines, TensorBoard and Weights & Biases when asked for.
+
+RUN/metrics.jsonl holds one object a line, "kind" first and "step" (optimiser steps done) second. Floats are written so
+that they read back to the same bits; what is not finite is written as "nan", "inf" or "-inf", which float() takes.
+Tasks, epochs and batches are counted from 0, as in file names; shares and accuracies lie in 0..1.
+"""
+
+import importlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from dataprep.manifest import write_atomically
+
+METRICS = "metrics.jsonl"
+_NON_FINITE = ("nan", "inf", "-inf")
+_WORDS = ("kind", "name", "what")  # fields that are text whatever they say
+
+
+class RunLogError(Exception):
+    """Shown to the user as it is."""
+
+
+class RunFolderError(RunLogError):
+    """The folder is no run, or cannot be written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    kind: ClassVar[str] = "step"
+    step: int
+    task: int
+    epoch: int  # of this task
+    batch: int
+    lr: float
+    loss: float
+    terms: Mapping[str, float]
+    images_per_s: float
+    data_wait_share: float
+    device_idle_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReport:
+    kind: ClassVar[str] = "epoch"
+    step: int
+    task: int
+    epoch: int
+    lr: float
+    loss: float  # mean over the epoch, like the terms
+    terms: Mapping[str, float]
+    images_per_s: float
+    data_wait_share: float
+    seconds: float
+    stages: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the task so far; fastcssl.runs.timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReport:
+    kind: ClassVar[str] = "probe"
+    step: int
+    task: int  # after which it was probed
+    accuracy: Mapping[str, float]  # by probe: "knn", "linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReport:
+    kind: ClassVar[str] = "task"
+    step: int
+    task: int
+    name: str
+    num_images: int
+    num_epochs: int
+    loss: float  # mean over the last epoch
+    images_per_s: float
+    data_wait_share: float
+    seconds: float
+    accuracy: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+Report = StepReport | EpochReport | ProbeReport | TaskReport
+SomeReport = TypeVar("SomeReport", StepReport, EpochReport, ProbeReport, TaskReport)
+
+
+class RunLog:
+    """Appends to RUN/metrics.jsonl, each line flushed. Only rank 0 makes one; the others take `RunLog.silent()`.
+
+    `resume_step`: that of the checkpoint the run goes on from. What was logged after it is dropped first, so that the
+    file reads as one uninterrupted run. None: a new run, and the file begins empty.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resume_step: int | None = None,
+        tensorboard: bool = False,
+        wandb: bool = False,
+        wandb_project: str = "fastcssl",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._path = folder / METRICS
+        self._resume_step = resume_step
+        self._repeatable: set[tuple[Any, ...]] = set()
+        self._sinks: list[_Sink] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if tensorboard:
+                self._sinks.append(_TensorBoard(folder, resume_step))
+            if wandb:
+                self._sinks.append(_Wandb(folder, wandb_project, config or {}))
+            self._cut(-1 if resume_step is None else resume_step)
+            self._file = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    @staticmethod
+    def silent() -> "RunLog":
+        return _SilentLog()
+
+    def _cut(self, last_step: int) -> None:
+        """Rewrites the file without what came after `last_step` and without lines that a crash tore."""
+        if not self._path.exists():
+            return
+        content, kept = self._path.read_bytes(), bytearray()
+        for line in content.splitlines(keepends=True):
+            record = _parsed(line)
+            if record is None or record["step"] > last_step:
+                continue
+            kept += line.rstrip(b"\n") + b"\n"
+            if record["step"] == last_step and record["kind"] != StepReport.kind:
+                self._repeatable.add(_identity(record))
+        if bytes(kept) != content:
+            write_atomically(self._path, bytes(kept))
+
+    def write(self, report: Report) -> None:
+        self._write({"kind": report.kind, **{entry.name: getattr(report, entry.name) for entry in fields(report)}})
+
+    def event(self, what: str, *, step: int, **details: Any) -> None:
+        """Such as event("checkpoint", step=1200, stall_s=0.04)."""
+        self._write({"kind": "event", "step": step, "what": what, **details})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        record = {key: _plain(value) for key, value in record.items() if value is not None}
+        # A checkpoint at the end of an epoch or a task may be older than that end's own lines, which then come again.
+        if record["step"] == self._resume_step and _identity(record) in self._repeatable:
+            return
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._refusal(error) from None
+        scalars = dict(_scalars(record))
+        for sink in self._sinks:
+            sink.write(scalars, record["step"])
+
+    def sync(self) -> None:
+        """At checkpoints: what the checkpoint has seen is on the disk before it is."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refusal(self, error: OSError) -> RunFolderError:
+        return RunFolderError(
+            f"Cannot write {self._path} ({error.strerror}). Make room or choose another folder, then run the same "
+            "command to resume."
+        )
+
+
+class _SilentLog(RunLog):
+    def __init__(self) -> None:
+        pass
+
+    def _write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def read_reports(folder: Path, kind: type[SomeReport]) -> list[SomeReport]:
+    """The lines of one kind, in order. Lines that cannot be read are left out: the last may just be being written."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    begin = f'{{"kind": "{kind.kind}",'.encode()
+    with path.open("rb") as lines:
+        records = [_parsed(line) for line in lines if line.startswith(begin)]
+    return [_report(kind, record) for record in records if record is not None]
+
+
+def _report(kind: type[SomeReport], record: dict[str, Any]) -> SomeReport:
+    return kind(**{entry.name: record[entry.name] for entry in fields(kind) if entry.name in record})
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return {key: value if key in _WORDS else _numbers(value) for key, value in record.items()}
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    return float(value) if isinstance(value, str) and value in _NON_FINITE else value
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it. A tensor or NumPy scalar becomes its number."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a line from others of its step: all but the measurements."""
+    return tuple(sorted((key, value) for key, value in record.items() if isinstance(value, int) or key in _WORDS))
+
+
+def _scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    prefix = prefix or f"{record['kind']}/"
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{key}/")
+        elif key != "step" and key not in _WORDS and (isinstance(value, int | float) or value in _NON_FINITE):
+            yield f"{prefix}{key}", float(value)
+
+
+class _Sink(Protocol):
+    def write(self, scalars: dict[str, float], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def _optional(module: str, package: str, option: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise RunLogError(f"{option} needs {package}: pip install {package}, or leave the option out.") from None
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        module = _optional("torch.utils.tensorboard", "tensorboard", "Logging to TensorBoard")
+        # Hides what an earlier process drew past its last checkpoint.
+        purge_step = 0 if resume_step is None else resume_step + 1
+        self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """WANDB_MODE=offline and wandb's other variables keep their meaning."""
+
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
+        module = _optional("wandb", "wandb", "Logging to Weights & Biases")
+        id_path = folder / "wandb-id"
+        if not id_path.exists():
+            write_atomically(id_path, secrets.token_hex(4).encode())
+        try:
+            self._run = module.init(
+                project=project,
+                name=folder.resolve().name,
+                id=id_path.read_text().strip(),
+                resume="allow",
+                dir=str(folder),
+                config=dict(config),
+                settings=module.Settings(silent=True, console="off"),
+            )
+        except module.Error as error:
+            raise RunLogError(
+                f"Weights & Biases did not start ({error}). Run wandb login, or set WANDB_MODE=offline."
+            ) from None
+        # Our own axis: wandb's may not go back to the step of a checkpoint.
+        self._run.define_metric("*", step_metric="steps_done")
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        self._run.log({**scalars, "steps_done": step})
+
+    def close(self) -> None:
+        self._run.finish()

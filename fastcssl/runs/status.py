@@ -1,0 +1,143 @@
+"""Where a run is, for another process to read: RUN/status.json, and the summary that `fastcssl-train status` shows."""
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from dataprep.manifest import write_atomically
+from fastcssl.runs.display import bar_grid, bar_row, duration, fact_grid, framed, number, probe_rows, share, wait_style
+from fastcssl.runs.log import ProbeReport, RunFolderError, StepReport, read_reports
+
+STATUS = "status.json"
+_SILENT_SECONDS = 600
+_SPARKS = "▁▂▃▄▅▆▇█"
+_MAX_SPARKS = 32
+_RESUME = "run the same command to resume"
+
+State = Literal["running", "stopped", "finished", "failed"]
+
+
+def _birth(pid: int) -> str | None:
+    """When a process of this machine began, in ticks since boot. None: there is no such process, or only a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if stat[0] in ("Z", "X") else stat[19]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    state: State
+    title: str
+    task: int  # counted from 0, like the epoch
+    num_tasks: int
+    epoch: int
+    num_epochs: int
+    step: int  # steps done
+    num_steps: int
+    seconds_left: float | None = None
+    message: str = ""
+    started: float = field(default_factory=time.time)  # seconds since 1970
+    updated: float = field(default_factory=time.time)
+    pid: int = field(default_factory=os.getpid)
+    born: str | None = field(default_factory=lambda: _birth(os.getpid()))  # tells the process from a later namesake
+    host: str = field(default_factory=socket.gethostname)
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Whether the process that wrote this still runs. None: it is another machine's."""
+        if self.host != socket.gethostname():
+            return None
+        born = _birth(self.pid)
+        return born is not None and born == self.born
+
+
+def write_status(folder: Path, status: Status) -> None:
+    content = asdict(replace(status, updated=time.time()))
+    write_atomically(folder / STATUS, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_status(folder: Path) -> Status:
+    path = folder / STATUS
+    if not path.exists():
+        seen = "holds no status.json" if folder.is_dir() else "does not exist"
+        raise RunFolderError(f"{folder} is not a run: it {seen}. Give the folder that fastcssl-train wrote.")
+    try:
+        return Status(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError, OSError) as error:
+        raise RunFolderError(f"{path} cannot be read ({error}). Resuming the run writes it anew.") from None
+
+
+def summary(folder: Path, *, now: float | None = None) -> RenderableType:
+    """What `fastcssl-train status RUN` prints."""
+    status = read_status(folder)
+    age = max((time.time() if now is None else now) - status.updated, 0)
+    style, words = _state(status, age)
+    state = Text.assemble(("● ", style), (words, f"bold {style}"))
+    parts: list[RenderableType] = [Text(status.title, "bold"), Text(str(folder), "dim", overflow="fold"), "", state]
+    if status.message:
+        parts.append(Text(status.message))
+    bars = bar_grid()
+    left = status.seconds_left
+    if left is not None and status.state == "running" and status.is_alive is not False:
+        left = max(left - age, 0)
+    bar_row(bars, "run", status.step, status.num_steps, None if status.state == "finished" else left)
+    parts += ["", bars, "", fact_grid(_facts(folder, status))]
+    probes = read_reports(folder, ProbeReport)
+    if probes:
+        parts += ["", probe_rows(probes)]
+    return framed(parts)
+
+
+def _state(status: Status, age: float) -> tuple[str, str]:
+    if status.state == "finished":
+        return "green", f"finished after {duration(status.updated - status.started)}"
+    if status.state == "failed":
+        return "red", f"failed {duration(age)} ago"
+    if status.state == "stopped":
+        return "yellow", f"stopped {duration(age)} ago; {_RESUME}"
+    if status.is_alive is False:
+        return "red", f"was killed; {_RESUME}"
+    if age > _SILENT_SECONDS:
+        return "yellow", f"running on {status.host}, but no sign of life for {duration(age)}"
+    return "green", f"running on {status.host}, process {status.pid}, seen {duration(age)} ago"
+
+
+def _facts(folder: Path, status: Status) -> list[tuple[str, str, str]]:
+    facts = [
+        ("task", f"{status.task + 1}/{status.num_tasks}", ""),
+        ("epoch", f"{status.epoch + 1}/{status.num_epochs}", ""),
+        ("step", f"{status.step:,}/{status.num_steps:,}", ""),
+    ]
+    steps = read_reports(folder, StepReport)
+    if steps:
+        last = steps[-1]
+        losses = [report.loss for report in steps if report.task == last.task]
+        facts += [
+            ("loss", f"{number(last.loss)}  {sparkline(losses)}", "" if math.isfinite(last.loss) else "bold red"),
+            ("speed", f"{last.images_per_s:,.0f} images/s", "cyan"),
+            ("waited", f"{share(last.data_wait_share)} for data", wait_style(last.data_wait_share)),
+        ]
+    return facts
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """At most 32 bars, each the mean of its part. What is not finite shows as a cross."""
+    count = min(len(values), _MAX_SPARKS)
+    edges = [len(values) * at // count for at in range(count + 1)] if count else []
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, span = (min(finite), max(finite) - min(finite)) if finite else (0.0, 0.0)
+    heights = [(mean - low) / span if span else 0.0 for mean in means]
+    return "".join(_SPARKS[round(7 * height)] if math.isfinite(height) else "×" for height in heights)

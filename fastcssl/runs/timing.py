@@ -1,0 +1,161 @@
+"""How fast a run trains, and where its time went. Clocks that run anyway are read; nothing here waits for a device.
+
+`main`: seconds of the thread that trains, which add up to the task's whole time. `loader`: seconds of the loader's
+threads, added up over them, beside the training. "idle" and "transfer" are a GPU's own, by its events.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MAIN = ("model", "wait", "augment", "probe", "checkpoint", "strategy")
+LOADER = ("read", "decode", "crop", "photometric")
+
+
+class Rates:
+    """Throughput, and the share of the time that the host stood waiting for data. Make one a task."""
+
+    def __init__(self, window: int = 50) -> None:
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=window)
+        self.num_images = 0
+        self.wait_seconds = self.seconds = 0.0
+
+    def step(self, num_images: int, wait_s: float, step_s: float) -> None:
+        """`step_s`: from batch to batch, the wait included. `num_images`: over all ranks."""
+        self._recent.append((num_images, wait_s, step_s))
+        self.num_images += num_images
+        self.wait_seconds += wait_s
+        self.seconds += step_s
+
+    @property
+    def images_per_s(self) -> float:
+        """Over the last steps."""
+        return _ratio(sum(images for images, _, _ in self._recent), sum(step_s for _, _, step_s in self._recent))
+
+    @property
+    def wait_share(self) -> float:
+        """Over the last steps."""
+        return _ratio(sum(wait_s for _, wait_s, _ in self._recent), sum(step_s for _, _, step_s in self._recent))
+
+    @property
+    def mean_images_per_s(self) -> float:
+        return _ratio(self.num_images, self.seconds)
+
+    @property
+    def mean_wait_share(self) -> float:
+        return _ratio(self.wait_seconds, self.seconds)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+class DeviceIdle:
+    """The share of the time that a GPU's stream had nothing to do between two steps, by events. None on a CPU.
+
+    Nothing here waits for the device: an event is read once it has passed. `begin` belongs after the batch was handed
+    over, so that the stream's wait for the copy counts; what happens inside a step does not.
+    """
+
+    def __init__(self, device: "torch.device", window: int = 50) -> None:
+        self._device = device
+        self._recent: deque[tuple[float, float]] = deque(maxlen=window)
+        self._pending: deque[tuple[Any, Any, Any]] = deque()  # end of the step before or None, begin, end
+        self._begin: Any = None
+        self._end: Any = None
+        self.seconds = 0.0  # idle so far
+
+    def begin(self) -> None:
+        self._begin = self._recorded()
+
+    def end(self) -> None:
+        before, self._end = self._end, self._recorded()
+        if self._end is not None:
+            self._pending.append((before, self._begin, self._end))
+            self._collect()
+
+    def pause(self) -> None:
+        """What comes before the next step (a probe, a checkpoint) is no waiting for data."""
+        self._end = None
+
+    def _recorded(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        import torch  # here, since reading a run's status needs none of it
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0][2].query():
+            before, begin, end = self._pending.popleft()
+            idle_ms = before.elapsed_time(begin) if before is not None else 0.0
+            self._recent.append((idle_ms, idle_ms + begin.elapsed_time(end)))
+            self.seconds += idle_ms / 1000
+
+    @property
+    def share(self) -> float | None:
+        """Over the last steps that the device has finished."""
+        if not self._recent:
+            return None
+        return _ratio(sum(idle for idle, _ in self._recent), sum(whole for _, whole in self._recent))
+
+
+@dataclass(slots=True, kw_only=True)
+class StageTimes:
+    main: dict[str, float] = field(default_factory=dict)
+    loader: dict[str, float] = field(default_factory=dict)
+    device: dict[str, float] = field(default_factory=dict)
+    _seen: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.main[stage] = self.main.get(stage, 0.0) + seconds
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(stage, time.perf_counter() - began)
+
+    def step(self, step_s: float, parts: Mapping[str, float]) -> None:
+        """What of a step was not spent on one of the parts was the model's."""
+        for stage, seconds in parts.items():
+            self.add(stage, seconds)
+        self.add("model", max(step_s - sum(parts.values()), 0.0))
+
+    def follow(self, where: str, counters: Mapping[str, float]) -> None:
+        """Adds what counters that only grow have gained since they were last seen. The first time only looks.
+
+        `where`: "loader" or "device". A run that was resumed has new counters and its old sums.
+        """
+        sums: dict[str, float] = getattr(self, where)
+        for name, value in counters.items():
+            before = self._seen.get((where, name), value)
+            self._seen[where, name] = value
+            sums[name] = sums.get(name, 0.0) + max(value - before, 0.0)
+
+    def state(self) -> dict[str, dict[str, float]]:
+        return {"main": dict(self.main), "loader": dict(self.loader), "device": dict(self.device)}
+
+    def load(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        for where in ("main", "loader", "device"):
+            getattr(self, where).update(state.get(where, {}))
+
+
+def total(times: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of several tasks' states."""
+    sums: dict[str, dict[str, float]] = {"main": {}, "loader": {}, "device": {}}
+    for state in times:
+        for where, into in sums.items():
+            for name, seconds in state.get(where, {}).items():
+                into[name] = into.get(name, 0.0) + float(seconds)
+    return sums

@@ -1,0 +1,245 @@
+"""A run: what is built for it, where it stands, and what a checkpoint of it holds."""
+
+import hashlib
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataprep.manifest import manifest_path
+from dataprep.suggest import nearest
+from fastcssl.config.config import Config, plain
+from fastcssl.config.recipes import Recipe
+from fastcssl.data.backends import usual_threads
+from fastcssl.data.loader import Loader, LoaderConfig, Stream
+from fastcssl.data.prepared import Prepared, Selection
+from fastcssl.distributed.world import World
+from fastcssl.errors import UserError
+from fastcssl.evaluate.online_probe import ParityProbe
+from fastcssl.learn import methods, strategies
+from fastcssl.learn.methods import Setting
+from fastcssl.learn.nets import build_encoder
+from fastcssl.learn.precision import amp_dtype, strides_over_a_pixel
+from fastcssl.learn.strategies import Task
+from fastcssl.runs.bottleneck import Machine
+from fastcssl.runs.timing import Rates, StageTimes
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """The next step to make. `ended`: all steps of the task were made, and the strategy has closed it."""
+
+    task: int = 0
+    epoch: int = 0  # of the task
+    batch: int = 0  # of the epoch
+    step: int = 0  # of the run
+    ended: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Underway:
+    """What a task has while it is trained, beside the run's own."""
+
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    stream: Stream
+    parity: ParityProbe | None = None
+    rates: Rates = field(default_factory=Rates)
+    stages: StageTimes = field(default_factory=StageTimes)
+    sums: dict[str, Tensor] = field(default_factory=dict)  # of each term, over the epoch's steps so far
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "stream": self.stream.state_dict(),
+            "parity": self.parity.state_dict() if self.parity else {},
+            "rates": [self.rates.num_images, self.rates.wait_seconds, self.rates.seconds],
+            "stages": self.stages.state(),
+            "sums": dict(self.sums),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.stream.load_state_dict(state["stream"])
+        if self.parity:
+            self.parity.load_state_dict(state["parity"])
+        self.rates.num_images, self.rates.wait_seconds, self.rates.seconds = state["rates"]
+        self.stages.load(state["stages"])
+        self.sums.update(state["sums"])
+
+
+class Run:
+    def __init__(self, config: Config, data: Path, world: World, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.world = replace(world, scope=config.scope)
+        self.data = Prepared.open(data)
+        self.manifest_sha256 = hashlib.sha256(manifest_path(data).read_bytes()).hexdigest()
+        self.tasks = _tasks(config, self.data)
+        check(config, self.data, self.tasks, self.world)
+        size_px = config.views.views()[0].size_px
+        self.encoder: nn.Module = build_encoder(config.encoder, config.seed, size_px)
+        self.amp_dtype = amp_dtype(config.precision, device)
+        if device.type == "cpu" and self.amp_dtype is torch.bfloat16 and strides_over_a_pixel(self.encoder, size_px):
+            if config.precision == "bf16":
+                raise UserError(
+                    f"{config.encoder.name} shrinks images of {size_px} px to a single pixel before its last stride; "
+                    "there torch's bfloat16 convolutions return wrong gradients on CPUs. Use --precision fp32 or a "
+                    "larger --views.size-px."
+                )
+            self.amp_dtype = None
+        setting = Setting(
+            world=self.world,
+            seed=config.seed,
+            device=device,
+            amp_dtype=self.amp_dtype,
+            accumulate=config.accumulate,
+        )
+        self.method = methods.build(config.method, self.encoder, setting)
+        self.strategy = strategies.build(config.strategy, setting)
+        self.loader_config = LoaderConfig(
+            policy=config.views.views(),
+            batch_size=config.batch_size,
+            seed=config.seed,
+            loader=config.loader,
+            augment=config.augment,
+            num_threads=config.run.num_threads,
+            prefetch=config.run.prefetch,
+            device=str(device),
+            dtype=self.amp_dtype or torch.float32,
+        )
+        self.loader = Loader(self.data, self.loader_config, self.world)
+
+    def task(self, index: int) -> Task:
+        earlier = tuple(number for tasks in self.tasks[:index] for number in tasks)
+        return Task(index=index, tasks=self.tasks[index], earlier=earlier, open=self.loader.open)
+
+    def task_name(self, index: int) -> str:
+        names = [self.data.manifest.tasks[number].name for number in self.tasks[index]]
+        return names[0] if len(names) == 1 else f"all {len(names)} tasks"
+
+    def steps_per_epoch(self, index: int) -> int:
+        return len(self.loader.open(Selection(tasks=self.tasks[index])))
+
+    def machine(self) -> Machine:
+        """What the loader and the model run on, as far as it decides how fast."""
+        return Machine(
+            device=self.device.type,
+            loader=self.loader.name,
+            augment=self.config.augment,
+            precision={torch.bfloat16: "bf16", torch.float16: "fp16", None: "fp32"}[self.amp_dtype],
+            compile=self.config.compile,
+            num_threads=self.config.run.num_threads or usual_threads(),
+            num_cores=len(os.sched_getaffinity(0)),
+            num_ranks=self.world.size,
+        )
+
+    def described(self, recipe: Recipe, data: Path) -> dict[str, Any]:
+        """RUN/config.json."""
+        return {
+            "config": plain(self.config),
+            "sources": dict(recipe.sources),
+            "settings": recipe.settings,
+            "words": [self.config.recipe, self.method.name, self.strategy.name],
+            "data": str(data.resolve()),
+            "manifest_sha256": self.manifest_sha256,
+            "tasks": [list(numbers) for numbers in self.tasks],
+            "task_names": [self.task_name(index) for index in range(len(self.tasks))],
+            "machine": asdict(self.machine()),
+        }
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """The part that outlives a task."""
+        return {
+            "format": FORMAT,
+            "config": self.config.identity(),
+            "manifest": self.manifest_sha256,
+            "position": asdict(position),
+            "method": dict(self.method.state_dict()),
+            "method_copies": {name: item.state_dict() for name, item in self.method.copies.items()},
+            "strategy": dict(self.strategy.state_dict()),
+            "strategy_copies": {name: item.state_dict() for name, item in self.strategy.copies.items()},
+        }
+
+    def load_method(self, state: dict[str, Any]) -> None:
+        self.method.load_state_dict(state["method"])
+        for name, item in self.method.copies.items():
+            item.load_state_dict(state["method_copies"][name])
+
+    def load_strategy(self, state: dict[str, Any]) -> None:
+        """Its shapes must be those of the task in which the state was taken: `begin_task` sees to that."""
+        self.strategy.load_state_dict(state["strategy"])
+        for name, item in self.strategy.copies.items():
+            item.load_state_dict(state["strategy_copies"][name])
+
+
+def _tasks(config: Config, data: Prepared) -> list[tuple[int, ...]]:
+    """What is trained one after the other: tasks of the manifest, or their union as one."""
+    count = len(data.manifest.tasks)
+    if config.only_task is not None:
+        if not 0 <= config.only_task < count:
+            raise UserError(f"--only-task {config.only_task}: the data has tasks 0 to {count - 1}.")
+        return [(config.only_task,)]
+    if strategies.strategy_of(config.strategy).union:
+        return [tuple(range(count))]
+    return [(number,) for number in range(count)]
+
+
+def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: World) -> None:
+    """Everything about the data and the machine that is cheaper to say now than at the first step."""
+    manifest, expect = data.manifest, config.expect
+    method, strategy = methods.method_of(config.method), strategies.strategy_of(config.strategy)
+    strategy.check(config.strategy, method)
+    config.probe.check(data)
+    if config.compile != "off" and config.compile not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise UserError(f"There is no --compile {config.compile!r}. {nearest(config.compile, ('off', *known))}")
+    if strategy.replays and config.loader == "dali":
+        raise UserError(
+            f"{strategy.name} reads earlier samples beside the task's own, but --loader dali runs one stream only. "
+            "Use --loader auto."
+        )
+    if method.supervised and len(manifest.classes) < 2:
+        raise UserError(
+            f"{method.name} learns from labels, but {data.folder} has a single class. Prepare it with a folder for "
+            "each class, or choose another method."
+        )
+    if expect.source not in ("any", manifest.source.kind):
+        raise UserError(
+            f"The recipe {config.recipe} is made for {expect.source}, but {data.folder} was prepared from "
+            f"{manifest.source.kind}. Give other data, or --expect.source any."
+        )
+    split = manifest.scenario
+    # Joint training uses all tasks at once, however they were cut.
+    if not strategy.union and (
+        expect.scenario not in ("any", split.kind) or expect.num_tasks not in (0, split.num_tasks)
+    ):
+        raise UserError(
+            f"The recipe {config.recipe} is made for {expect.num_tasks} {expect.scenario} tasks, but {data.folder} is "
+            f"split into {split.num_tasks} {split.kind} tasks. Split it again, in seconds: fastcssl-prep split "
+            f"{data.folder} --scenario {expect.scenario} --tasks {expect.num_tasks} --name {config.recipe}, then "
+            f"--data {data.folder / f'{config.recipe}.json'}."
+        )
+    if config.batch_size % (world.size * config.accumulate):
+        raise UserError(
+            f"The batch size {config.batch_size} is over all processes and micro-batches, and cannot be shared equally "
+            f"by {world.size} x {config.accumulate}. Use a multiple of {world.size * config.accumulate}."
+        )
+    for index, numbers in enumerate(tasks):
+        count = sum(manifest.tasks[number].train.count for number in numbers)
+        if count < config.batch_size:
+            raise UserError(
+                f"Task {index} has {count} training images, fewer than one batch of {config.batch_size}. "
+                f"Use --batch-size {max(2, count // 2)} or less."
+            )
+    bank = getattr(config.method, "bank", None)
+    if bank is not None and bank.size < config.batch_size:
+        raise UserError(
+            f"The bank has {bank.size} rows, fewer than a batch of {config.batch_size}: keys would be lost before they "
+            f"are used. Use --method.bank.size {config.batch_size} or more."
+        )

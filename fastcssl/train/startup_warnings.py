@@ -1,0 +1,36 @@
+"""What a run does that its user may not expect, in sentences that are said at its start."""
+
+from collections.abc import Iterator, Mapping
+
+from fastcssl.config.recipes import COMMAND_LINE, RECIPES
+from fastcssl.data.prepared import Selection
+from fastcssl.learn.strategies.pnr import PnrConfig
+from fastcssl.train.build import Run
+
+
+def cautions(run: Run, sources: Mapping[str, str]) -> Iterator[str]:
+    """`sources`: of each value of the configuration, by dotted key."""
+    config, method = run.config, run.method
+    if config.accumulate > 1 and method.in_batch:
+        yield (
+            f"{method.name} compares the samples of a batch with each other; with --accumulate {config.accumulate} it "
+            f"sees {config.batch_size // config.accumulate} at a time, and trains differently."
+        )
+    budget = getattr(config.strategy, "budget", None)
+    if run.strategy.replays and budget is not None and len(run.tasks) > 1:
+        earlier = run.task(len(run.tasks) - 1).earlier
+        past = len(run.data.rows(Selection(tasks=earlier)))
+        if budget > past:
+            yield (
+                f"--strategy.budget {budget} is more than the {past} images of all tasks before the last: "
+                f"{run.strategy.name} keeps every one of them."
+            )
+    kind = run.data.manifest.source.kind
+    weighs = isinstance(config.strategy, PnrConfig) and config.strategy.pn2 and not method.contrastive
+    if weighs and kind != RECIPES[config.recipe].source and sources.get("strategy.weight") != COMMAND_LINE:
+        assert isinstance(config.strategy, PnrConfig)
+        yield (
+            f"The weight of PNR's pseudo-negatives for {method.name} depends on the data, and none is known for "
+            f"{kind}: {config.strategy.weight:g} is taken, as the recipe {config.recipe} has it. "
+            "--strategy.weight sets another."
+        )

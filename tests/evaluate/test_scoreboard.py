@@ -1,0 +1,129 @@
+"""What a person sees of an evaluation."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_results import evaluation
+from rich.console import Console
+
+from fastcssl.evaluate.options import Evaluated
+from fastcssl.evaluate.scoreboard import Scoreboard, matrix, summary
+from fastcssl.evaluate.targets import Look, Target
+from fastcssl.learn.encoders import EncoderConfig
+from fastcssl.runs.results import Metrics, References
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def printed(what: object, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(what)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def board(clock: Clock, *, terminal: bool = False) -> tuple[Scoreboard, io.StringIO]:
+    file = io.StringIO()
+    return Scoreboard(Console(file=file, width=100, force_terminal=terminal), clock=clock), file
+
+
+def test_plain_lines_have_a_rate_and_the_time_left() -> None:
+    clock = Clock()
+    shown, file = board(clock)
+    with shown:
+        shown.begin("linear · all · 5 encoders", 10_000)
+        for _ in range(40):
+            clock.now += 1
+            shown.advance(100)
+    first, line = file.getvalue().splitlines()
+    assert first == "linear · all · 5 encoders: 10,000 images to see"
+    assert line == "linear · all · 5 encoders  30 %  100 images/s  ETA 1 min 10 s"
+
+
+def test_a_resumed_probe_has_the_rate_of_now() -> None:
+    clock = Clock()
+    shown, _ = board(clock)
+    shown.begin("linear", 1000, done=900)
+    assert shown.images_per_s == 0 and shown.seconds_left is None
+    clock.now += 2
+    shown.advance(50)
+    assert shown.images_per_s == 25 and shown.seconds_left == pytest.approx(2.0)
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    clock = Clock()
+    shown, file = board(clock, terminal=True)
+    with shown:
+        shown.begin("knn · all · 3 encoders", 100)
+        clock.now += 1
+        shown.advance(50)
+        panel = printed(shown.panel())
+    assert "knn · all · 3 encoders" in panel and "50 %" in panel and "50 images/s" in panel and "1 s left" in panel
+    assert "knn" in file.getvalue()
+
+
+def target(folder: str = "runs/pnr") -> Target:
+    look = Look(family="cifar", size_px=32, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+    return Target(
+        folder=Path(folder),
+        checkpoints=(),
+        look=look,
+        encoder=EncoderConfig(),
+        method="moco",
+        strategy="pnr",
+        recipe="demo",
+    )
+
+
+def outcome(lr: float, last: float = 0.625, *, was_there: bool = False) -> Evaluated:
+    made = evaluation(settings={"lr": lr, "epochs": 100}, metrics=Metrics(A=[0.5, last], S=0.0, P=-0.25, F=0.15))
+    return Evaluated(target=target(), path=Path("runs/pnr/evaluations/x.json"), evaluation=made, was_there=was_there)
+
+
+def test_the_table_of_a_run() -> None:
+    text = printed(summary([outcome(3.0, was_there=True)]))
+    for words in ("runs/pnr · moco pnr · linear · all", "62.50", "S 0.00", "P -25.00", "F 15.00", "evaluated before"):
+        assert words in text, words
+    assert "one task alone" in text and "random" in text
+
+
+def test_the_table_of_a_grid_names_what_differs() -> None:
+    text = printed(summary([outcome(3.0), outcome(0.3, last=0.7)]))
+    assert "lr 3.0" in text and "lr 0.3, the best A of these" in text and "epochs" not in text
+    assert text.count("task 0") == 1
+
+
+def test_the_only_encoder_of_a_joint_run_has_learnt_all_tasks() -> None:
+    two = evaluation()
+    joint = replace(
+        two,
+        checkpoints=[replace(two.checkpoints[0], seen=[0, 1])],
+        top1=two.top1[:1],
+        top5=two.top5[:1],
+        metrics=Metrics(A=[0.375]),
+    )
+    text = printed(matrix(joint))
+    assert "all tasks" in text and "task 0" not in text
+
+
+def test_many_tasks_and_missing_metrics() -> None:
+    made = evaluation()
+    wide = replace(
+        made,
+        columns=[f"classes {i}-{i + 9}" for i in range(20)],
+        top1=[[0.5] * 20] * 2,
+        reference=References(),
+        metrics=Metrics(A=[0.5, 0.5], missing=["S is not known."]),
+    )
+    text = printed(matrix(wide), width=160)
+    assert "task 11" in text and "task 12" not in text and "..." in text and "forgetting" not in text
+    shown = replace(outcome(3.0), evaluation=wide)
+    twice = printed(summary([shown, replace(shown, target=target("runs/cassle"))]), width=160)
+    assert twice.count("S is not known.") == 1 and twice.count("linear · all") == 2
