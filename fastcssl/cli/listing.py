@@ -27,9 +27,9 @@ Kind = Literal["methods", "strategies"]
 
 def catalogue(kind: Kind) -> dict[str, str]:
     """Names of all methods or strategies, plug-ins included, each with the first line of its module's docstring."""
-    package = f"fastcssl.{kind}"
+    package = f"fastcssl.learn.{kind}"
     modules = {info.name: f"{package}.{info.name}" for info in pkgutil.iter_modules([str(_source(package).parent)])}
-    modules |= {point.name: point.module for point in entry_points(group=package)}
+    modules |= {point.name: point.module for point in entry_points(group=f"fastcssl.{kind}")}
     return {name: _first_line(_source(module)) for name, module in sorted(modules.items())}
 
 
