@@ -26,7 +26,7 @@ def evaluation(**changes: Any) -> Evaluation:
         overall_top5=[0.75, 1.0],
         num_val=[4, 4],
         reference=References(ft=[None, 0.5], random=[0.1, 0.1]),
-        metrics=Metrics(A=[0.5, 0.625], S=0.0, P=-0.25, F=0.15),
+        metrics=Metrics(A=[0.5, 0.625], numbers={"S": 0.0, "P": -0.25, "F": 0.15}),
         seconds=1.5,
         made_by=MadeBy(command="fastcssl-eval run", version="0.1.0", commit=None),
     )

@@ -169,17 +169,17 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
 
 
 def _tell_missing(outcomes: "list[Evaluated]", console: Console) -> None:
-    """The commands that make the references which plasticity lacks, each once."""
+    """Prints the commands that make the references which metrics lack, each once."""
     from fastcssl.evaluate.targets import missing_commands
 
     commands: dict[str, None] = {}
     for outcome in outcomes:
         made = outcome.evaluation
-        if made.metrics.S is None or made.metrics.P is not None or not outcome.target.is_run:
-            continue
-        ft = made.reference.ft or [None] * len(made.columns)
-        lacking = [i for i in range(1, len(ft)) if ft[i] is None]
-        commands |= dict.fromkeys(missing_commands(outcome.target, lacking, Path(made.manifest.path)))
+        known = made.metric_inputs
+        if known.has_every_task and outcome.target.is_run:
+            commands |= dict.fromkeys(
+                missing_commands(outcome.target, known.missing_references, Path(made.manifest.path))
+            )
     if commands:
         console.print(Text("To make the missing references, and then --references with their folders:", "dim"))
         for command in commands:

@@ -29,6 +29,7 @@ from fastcssl.runs import results
 from fastcssl.runs.checkpoint import Checkpoints, latest, load
 from fastcssl.runs.git import commit
 from fastcssl.runs.interrupt import Stop
+from fastcssl.runs.metrics import learnt_in_order
 from fastcssl.runs.results import EvaluatedData, Evaluation, MadeBy, Probe, References
 
 _UNDERWAY = ".underway"
@@ -135,11 +136,11 @@ class SideBySide:
         return [(key, build, slots) for key, (build, slots) in found.items()]
 
     def _wants_random(self, slot: _Slot) -> bool:
-        """Where forward transfer can be known."""
+        """Returns whether metrics that need a random encoder can be known."""
         return (
             self._request.random_encoder
             and slot.target.only_task is None
-            and self._seen(slot.target) == [list(range(t + 1)) for t in range(len(self._plan.columns))]
+            and learnt_in_order(self._seen(slot.target), len(self._plan.columns))
             and len(self._plan.columns) > 1
         )
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from dataprep.progress import OnTerminal
 from fastcssl.evaluate.options import Evaluated, Progress
 from fastcssl.runs.display import bar_grid, bar_row, duration, fact_grid, framed
+from fastcssl.runs.metrics import AVERAGE, METRICS, MetricSpec, single_metrics
 from fastcssl.runs.results import EvaluatedEncoder, Evaluation
 
 _LINE_SECONDS = 30.0
@@ -116,8 +117,8 @@ def matrix(made: Evaluation) -> RenderableType:
         table.add_column(_short(made.columns[i], i), justify="right", no_wrap=True)
     if len(made.columns) > _MAX_COLUMNS:
         table.add_column("...", justify="right")
-    for heading in ("A", "top-1", "top-5"):
-        table.add_column(heading, justify="right", no_wrap=True, style="bold" if heading == "A" else "")
+    for heading in (AVERAGE.name, "top-1", "top-5"):
+        table.add_column(heading, justify="right", no_wrap=True, style="bold" if heading == AVERAGE.name else "")
     rest = [""] if len(made.columns) > _MAX_COLUMNS else []
     for t, encoder in enumerate(made.checkpoints):
         seen = encoder.seen or list(range(len(made.columns)))
@@ -128,31 +129,26 @@ def matrix(made: Evaluation) -> RenderableType:
         if row is not None:
             values = ["-" if row[i] is None else _percent(row[i]) for i in shown]
             table.add_row(name, *values, *rest, "", "", "", style="italic")
-    facts = [(name, _signed(getattr(made.metrics, name)), about) for name, about in _METRICS]
-    line = Text("  ").join(
-        Text.assemble((name, "bold"), f" {value}", (f" {about}", "dim")) for name, value, about in facts if value
-    )
+    known = ((row, made.metrics.last(row.name)) for row in single_metrics())
+    line = Text("  ").join(_metric(row, value) for row, value in known if value is not None)
     return Group(table, line) if line else table
 
 
-_METRICS = (
-    ("S", "forgetting, lower is better"),
-    ("P", "plasticity"),
-    ("F", "forward transfer"),
-)
+def _metric(row: MetricSpec, share: float) -> Text:
+    """Returns the name, the value in % and, dim, what it is; that higher is better goes without saying."""
+    about = row.title if row.better == "higher" else f"{row.title}, lower is better"
+    return Text.assemble((row.name, "bold"), f" {_percent(share)}", (f" {about}", "dim"))
 
 
 def _grid(found: Sequence[Evaluated]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
     table.add_column("settings", no_wrap=True)
-    for heading in ("A", "S", "P", "F", "top-1", "top-5"):
+    for heading in (*METRICS, "top-1", "top-5"):
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in found:
         made = outcome.evaluation
-        own = made.metrics
-        cells = (_signed(own.S), _signed(own.P), _signed(own.F))
-        ends = (_percent(made.overall_top1[-1]), _percent(made.overall_top5[-1]))
-        table.add_row(settings_of(made, found), _percent(own.A[-1]), *(cell or "-" for cell in cells), *ends)
+        values = (*map(made.metrics.last, METRICS), made.overall_top1[-1], made.overall_top5[-1])
+        table.add_row(settings_of(made, found), *map(_percent, values))
     return table
 
 
@@ -179,7 +175,3 @@ def _short(name: str, number: int) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.2f}"
-
-
-def _signed(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.2f}"

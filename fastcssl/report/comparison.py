@@ -9,9 +9,9 @@ from typing import Any
 from fastcssl.config.recipes import RECIPES, settled
 from fastcssl.report.published import Published, published
 from fastcssl.report.runs import RunRecord, order
-from fastcssl.runs.results import DOWNSTREAM, Evaluation
+from fastcssl.runs.metrics import METRICS, compared_metrics
+from fastcssl.runs.results import DOWNSTREAM, Evaluation, metrics_named_in
 
-METRICS = ("A", "S", "P")
 PROBES = {"linear": "linear probe", "linear-cached": "linear probe, cached features", "knn": "k-NN"}
 SCOPES = {
     "all": "all classes",
@@ -86,10 +86,15 @@ class Comparison:
 
 
 def lacking(tables: Iterable[Comparison]) -> list[str]:
-    """Why S or P is missing, and what to do; F has no column here. Of one checkpoint nobody expects them."""
+    """Returns why metrics of these columns are missing, and what to do. Of one checkpoint nobody expects them."""
     results = (result for table in tables for row in table.rows for result in row.results)
     found = (text for result in results if len(result.checkpoints) > 1 for text in result.metrics.missing)
-    return [text for text in dict.fromkeys(found) if not text.startswith("F ")]
+    return [text for text in dict.fromkeys(found) if _is_about_columns(text)]
+
+
+def _is_about_columns(text: str) -> bool:
+    names = metrics_named_in(text)
+    return not names or any(METRICS[name].is_compared for name in names)
 
 
 def mark(number: int) -> str:
@@ -171,10 +176,10 @@ def _row(members: list[tuple[RunRecord, Evaluation]], family: list[list[tuple[Ru
     run, found = members[0]
     results = [result for _, result in members]
     metrics = {}
-    for name in METRICS:
-        each = [result.metrics.A[-1] if name == "A" else getattr(result.metrics, name) for result in results]
-        if None not in each:
-            metrics[name] = Value(each=tuple(100 * value for value in each))
+    for spec in compared_metrics():
+        each = [value for result in results if (value := result.metrics.last(spec.name)) is not None]
+        if len(each) == len(results):
+            metrics[spec.name] = Value(each=tuple(100 * value for value in each))
     length = min(len(result.metrics.A) for result in results)
     A_T = tuple(Value(each=tuple(100 * result.metrics.A[t] for result in results)) for t in range(length))
     known = published(run.recipe, run.method, run.strategy, found.scope) if run.only_task is None else None

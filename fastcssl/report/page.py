@@ -7,12 +7,13 @@ from importlib.resources import files
 from shlex import quote
 
 from fastcssl.config.recipes.rows import COMMAND_LINE
-from fastcssl.report.comparison import METRICS, Comparison, evaluation_title, lacking, shown
+from fastcssl.report.comparison import Comparison, evaluation_title, lacking, shown
 from fastcssl.report.figures import Drawn
 from fastcssl.report.markup import Html, el, joined, table
 from fastcssl.report.runs import RunRecord
 from fastcssl.runs.bottleneck import NAMES, Verdict
 from fastcssl.runs.display import PROBE_NAMES, duration, number, share
+from fastcssl.runs.metrics import AVERAGE, METRICS, compared_metrics
 from fastcssl.runs.results import Evaluation
 
 _FEW_RUNS = 4  # that are shown open
@@ -91,20 +92,23 @@ def _not_evaluated(missing: Sequence[RunRecord], num_runs: int) -> Html:
 
 
 def _comparison(comparison: Comparison) -> Html:
+    metrics = compared_metrics()
+    names = [metric.name for metric in metrics]
     shown_too = [
         name
-        for name in METRICS
+        for name in names
         if any(row.published and row.published.value(name) is not None for row in comparison.rows)
     ]
-    head: list[str | Html] = ["", "seeds", "A ↑", "S ↓", "P ↑", *(f"published {name}" for name in shown_too)]
+    head: list[str | Html] = ["", "seeds", *(metric.heading for metric in metrics)]
+    head += [f"published {name}" for name in shown_too]
     rows: list[list[str | Html]] = []
     for row in comparison.rows:
         cells: list[str | Html] = [row.title, str(row.num_seeds)]
-        cells += [str(row.metrics[name]) if name in row.metrics else _NONE for name in METRICS]
+        cells += [str(row.metrics[name]) if name in row.metrics else _NONE for name in names]
         marks = comparison.marks(row)
         for name in shown_too:
             text = row.published.text(name) if row.published else None
-            raised = el("sup", marks) if text and marks and name == "A" else None
+            raised = el("sup", marks) if text and marks and name == AVERAGE.name else None
             cells.append(el("td", text or _NONE, raised, class_="published"))
         rows.append(cells)
     parts = [table(head, rows)]
@@ -158,8 +162,7 @@ def _state(run: RunRecord) -> str:
 
 
 def _evaluated(found: Evaluation) -> Html:
-    metrics = {"A": found.metrics.A[-1], "S": found.metrics.S, "P": found.metrics.P, "F": found.metrics.F}
-    values = [f"{name} {100 * value:.2f}" for name, value in metrics.items() if value is not None]
+    values = [f"{name} {100 * value:.2f}" for name in METRICS if (value := found.metrics.last(name)) is not None]
     facts = " · ".join((*values, f"{sum(found.num_val):,} validation images", f"{duration(found.seconds)} to evaluate"))
     if len(found.columns) == 1:
         return el("p", facts, class_="quiet")
@@ -239,12 +242,7 @@ def _figure(picture: Drawn) -> Html:
 
 
 def _definitions() -> Html:
-    terms = {
-        "A": "mean accuracy on the tasks learnt, after the last one. Higher is better.",
-        "S": "stability: how far accuracy on a task fell from its best to the end, a mean over tasks. Lower is better.",
-        "P": "plasticity: accuracy on tasks to come above that of a model trained on each alone. Higher is better.",
-        "F": "forward transfer: accuracy on the next task above that of a random encoder. Higher is better.",
-    }
+    terms = {name: f"{metric.description}. {metric.better.capitalize()} is better." for name, metric in METRICS.items()}
     rows = [part for name, text in terms.items() for part in (el("dt", name), el("dd", text))]
     text = "Numbers are top-1 accuracies in percent; tasks are counted from 0, as in file names. ± is one standard "
     return joined(

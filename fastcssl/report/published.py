@@ -4,7 +4,7 @@ Top-1 accuracy after the last task, mean and standard deviation over three seeds
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 _METHODS = ("moco", "simclr", "barlow", "byol", "vicreg")
@@ -21,23 +21,24 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
+    """What the paper prints of one method and strategy under one recipe and scope."""
+
     where: str  # in the paper
     protocol: Protocol
-    A: float
-    A_std: float | None = None
-    S: float | None = None
-    P: float | None = None
+    values: Mapping[str, float]  # by the name of the metric, in percent
+    deviations: Mapping[str, float] = field(default_factory=dict)  # over seeds, of those that have one
     caution: str = ""
 
     def value(self, name: str) -> float | None:
-        """Of A, S or P."""
-        return {"A": self.A, "S": self.S, "P": self.P}[name]
+        """Returns the metric of that name; None if the paper does not print it."""
+        return self.values.get(name)
 
     def text(self, name: str) -> str | None:
-        value = self.value(name)
-        if value is None:
+        """Returns the metric as tables show it, with its deviation; None if the paper does not print it."""
+        if name not in self.values:
             return None
-        return f"{value:.2f} ± {self.A_std:.2f}" if name == "A" and self.A_std is not None else f"{value:.2f}"
+        deviation = f" ± {self.deviations[name]:.2f}" if name in self.deviations else ""
+        return f"{self.values[name]:.2f}{deviation}"
 
 
 ONLINE = Protocol(
@@ -87,10 +88,14 @@ def _table(
 ) -> None:
     for method, pairs in rows.items():
         for strategy, (A, A_std) in zip(strategies, pairs, strict=True):
-            S, P = _S_AND_P.get((recipe, method, strategy, scope), (None, None))
-            note = (caution or {}).get((method, strategy), "")
-            place = where if S is None else f"{where}, S and P: figures 4 and 5"
-            found = Published(where=place, protocol=protocol, A=A, A_std=A_std, S=S, P=P, caution=note)
+            others = _S_AND_P.get((recipe, method, strategy, scope))
+            found = Published(
+                where=where if others is None else f"{where}, S and P: figures 4 and 5",
+                protocol=protocol,
+                values={"A": A} if others is None else {"A": A, "S": others[0], "P": others[1]},
+                deviations={} if A_std is None else {"A": A_std},
+                caution=(caution or {}).get((method, strategy), ""),
+            )
             _add(recipe, method, strategy, scope, found)
 
 
@@ -230,7 +235,7 @@ _PROBED = (*((m, "cassle") for m in ("moco", "simclr", "barlow", "byol")), ("moc
 
 def _probed(where: str, protocol: Protocol, recipe: str, scope: str, values: tuple[float, ...]) -> None:
     for (method, strategy), A in zip(_PROBED, values, strict=True):
-        _add(recipe, method, strategy, scope, Published(where=where, protocol=protocol, A=A))
+        _add(recipe, method, strategy, scope, Published(where=where, protocol=protocol, values={"A": A}))
 
 
 for _recipe, _scope, _values in (

@@ -11,6 +11,7 @@ from rich.text import Text
 from fastcssl.report import Report
 from fastcssl.report.comparison import Comparison, lacking, mark
 from fastcssl.runs.bottleneck import NAMES
+from fastcssl.runs.metrics import AVERAGE, compared_metrics
 
 _FEW_RUNS = 4  # whose bottleneck is told in full
 
@@ -44,16 +45,17 @@ def summary(found: Report) -> RenderableType:
 def _table(comparison: Comparison) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1))
     table.add_column("")
-    for heading in ("seeds", "A ↑", "S ↓", "P ↑"):
+    metrics = compared_metrics()
+    for heading in ("seeds", *(metric.heading for metric in metrics)):
         table.add_column(heading, justify="right", no_wrap=True)
     has_published = any(row.published for row in comparison.rows)
     if has_published:
-        table.add_column("published A", justify="right", style="italic", no_wrap=True)
+        table.add_column(f"published {AVERAGE.name}", justify="right", style="italic", no_wrap=True)
     for row in comparison.rows:
-        cells = [str(row.metrics[name]) if name in row.metrics else "-" for name in ("A", "S", "P")]
+        cells = [str(row.metrics[name]) if name in row.metrics else "-" for name in (metric.name for metric in metrics)]
         if has_published:
             marks = comparison.marks(row)
-            text = row.published.text("A") if row.published else None
+            text = row.published.text(AVERAGE.name) if row.published else None
             cells.append(f"{text or '-'}{f' [{marks}]' if marks else ''}")
         table.add_row(*(Text(cell) for cell in (row.title, str(row.num_seeds), *cells)))
     return table

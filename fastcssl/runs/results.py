@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from dataprep.manifest import ManifestError, typed, write_atomically
 from fastcssl.errors import UserError
-from fastcssl.runs import metrics
+from fastcssl.runs.metrics import AVERAGE, METRICS, AccuracyTable, MetricInputs, Need, average, single_metrics
 
 FORMAT = 1
 FOLDER = "evaluations"
@@ -57,11 +57,30 @@ class References:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    A: list[float]  # after each checkpoint
-    S: float | None = None
-    P: float | None = None
-    F: float | None = None
-    missing: list[str] = field(default_factory=list)  # a sentence for each that is None
+    """A after each checkpoint, and a number for each other row of the table `fastcssl.runs.metrics.METRICS`.
+
+    Each is an attribute of its own name, such as `metrics.S`: None where it cannot be known, or where the file is older
+    than the metric.
+    """
+
+    A: list[float]
+    numbers: dict[str, float | None] = field(default_factory=dict)  # by name, A not among them
+    missing: list[str] = field(default_factory=list)  # a sentence for each need that is not met
+
+    def __getattr__(self, name: str) -> float | None:
+        """Returns a metric by its name."""
+        if name in METRICS:
+            return self.numbers.get(name)
+        raise AttributeError(f"Metrics has no {name!r}")
+
+    def last(self, name: str) -> float | None:
+        """Returns the metric of that name after the last checkpoint."""
+        return self.A[-1] if name == AVERAGE.name else self.numbers.get(name)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what a result file holds: a key for each metric, and `missing`."""
+        numbers = {row.name: self.numbers.get(row.name) for row in single_metrics()}
+        return {AVERAGE.name: self.A, **numbers, "missing": self.missing}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +92,7 @@ class MadeBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A table of accuracies (shares 0..1), a row a checkpoint and a column a task, with A, S, P and F."""
+    """A table of accuracies (shares 0..1), a row a checkpoint and a column a task, with its metrics."""
 
     format: int
     probe: Probe
@@ -94,26 +113,37 @@ class Evaluation:
 
     @property
     def name(self) -> str:
+        """Returns the name of its file, without the suffix."""
         return result_name(self.probe, self.scope, self.settings, self.manifest.sha256)
 
+    @property
+    def metric_inputs(self) -> MetricInputs:
+        """Returns what its metrics are computed from."""
+        return metric_inputs(self.top1, [encoder.seen for encoder in self.checkpoints], self.reference)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what its file holds."""
+        return asdict(self) | {"metrics": self.metrics.as_json()}
+
     def save(self, run: Path) -> Path:
-        """Whole or not at all."""
+        """Writes RUN/evaluations/<name>.json, whole or not at all, and returns its path."""
         _check(self, "the result")
         folder = run / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
-        write_atomically(path, json.dumps(asdict(self), indent=1, allow_nan=False).encode())
+        write_atomically(path, json.dumps(self.as_json(), indent=1, allow_nan=False).encode())
         return path
 
 
 def result_name(probe: Probe, scope: str, settings: Mapping[str, Any], manifest_sha256: str) -> str:
-    """What a person recognises, and six digits of what makes it this evaluation and no other."""
+    """Returns what a person recognises, and six digits of what makes it this evaluation and no other."""
     identity = json.dumps([probe, scope, dict(settings), manifest_sha256], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:6]
     return f"{probe}-{re.sub(r'[^A-Za-z0-9._-]+', '-', scope)}-{digest}"
 
 
 def load_evaluation(path: Path) -> Evaluation:
+    """Reads a result file and returns what it holds; raises `ResultError` for one that cannot be used."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -129,21 +159,33 @@ def load_evaluation(path: Path) -> Evaluation:
             "Delete it and run fastcssl-eval again."
         )
     try:
-        found: Evaluation = typed(Evaluation, content, str(path))
+        found: Evaluation = typed(Evaluation, content | _metric_fields(content), str(path))
     except ManifestError as error:
         raise ResultError(f"{error} Delete the file and run fastcssl-eval again.") from None
     _check(found, str(path))
     return found
 
 
+def _metric_fields(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entry `metrics` of a file as the fields of `Metrics`.
+
+    A metric that an older file does not have is None; one that only a newer version knows is left out.
+    """
+    stored = content.get("metrics")
+    if not isinstance(stored, dict):
+        return {}
+    fields = {key: stored[key] for key in (AVERAGE.name, "missing") if key in stored}
+    return {"metrics": fields | {"numbers": {row.name: stored.get(row.name) for row in single_metrics()}}}
+
+
 def evaluations(run: Path) -> Iterator[tuple[Path, Evaluation]]:
-    """All results of a run, by name."""
+    """Yields all results of a run, by name."""
     for path in sorted((run / FOLDER).glob("*.json")):
         yield path, load_evaluation(path)
 
 
 def _check(found: Evaluation, where: str) -> None:
-    """That the parts fit each other: a table of another shape would be drawn wrongly, not refused."""
+    """Raises ResultError unless the parts fit each other: a table of another shape would be drawn wrongly."""
 
     def refuse(what: str) -> ResultError:
         return ResultError(f"{where}: {what}. Delete it and run fastcssl-eval again.")
@@ -153,8 +195,8 @@ def _check(found: Evaluation, where: str) -> None:
     num_rows, num_columns = len(found.checkpoints), len(found.columns)
     if not num_rows or not num_columns or len(found.num_val) != num_columns:
         raise refuse("checkpoints, columns and num_val do not fit each other")
-    for name in ("top1", "top5"):
-        table, overall = getattr(found, name), getattr(found, f"overall_{name}")
+    tables = (("top1", found.top1, found.overall_top1), ("top5", found.top5, found.overall_top5))
+    for name, table, overall in tables:
         if [len(row) for row in table] != [num_columns] * num_rows or len(overall) != num_rows:
             raise refuse(f"{name} is not a table of {num_rows} checkpoints and {num_columns} columns")
         if not all(0 <= value <= 1 for row in (*table, overall) for value in row):
@@ -162,7 +204,7 @@ def _check(found: Evaluation, where: str) -> None:
     for row in (found.reference.ft, found.reference.random):
         if row is not None and len(row) != num_columns:
             raise refuse(f"a reference has {len(row)} values for {num_columns} columns")
-    values = [*found.metrics.A, found.metrics.S, found.metrics.P, found.metrics.F, found.seconds]
+    values = [*found.metrics.A, *found.metrics.numbers.values(), found.seconds]
     if len(found.metrics.A) != num_rows or not all(value is None or math.isfinite(value) for value in values):
         raise refuse("its metrics are not finite or not one a checkpoint")
 
@@ -170,36 +212,66 @@ def _check(found: Evaluation, where: str) -> None:
 # ---- The metrics of a table, where they can be known -----------------------------------------------------------------
 
 
-def metrics_of(
-    top1: Sequence[Sequence[float]],
-    seen: Sequence[Sequence[int]],
-    reference: References,
-) -> Metrics:
-    """`seen` says which columns each row's encoder has learnt; S, P and F need 0..t in row t, for every task."""
-    num_rows, num_columns = len(top1), len(top1[0])
-    found: dict[str, float | None] = dict.fromkeys("SPF")
-    missing: list[str] = []
-    if [list(tasks) for tasks in seen] != [list(range(t + 1)) for t in range(num_columns)] or num_columns < 2:
-        missing.append(
-            f"S, P and F compare checkpoints after every task, two or more; here are {num_rows} for {num_columns} "
-            f"column{'s' if num_columns > 1 else ''}."
+def metric_inputs(top1: AccuracyTable, seen: Sequence[Sequence[int]], reference: References) -> MetricInputs:
+    """Returns what metrics are computed from. `seen` says which columns each row's encoder has learnt."""
+    return MetricInputs(top1=top1, seen=seen, ft=reference.ft, random=reference.random)
+
+
+def metrics_of(top1: AccuracyTable, seen: Sequence[Sequence[int]], reference: References) -> Metrics:
+    """Returns every metric whose needs are met, and why the others are not there.
+
+    `seen` says which columns each row's encoder has learnt; most metrics need 0..t in row t, for every task.
+    """
+    known = metric_inputs(top1, seen, reference)
+    return Metrics(
+        A=average(top1, seen),
+        numbers={
+            row.name: None if any(map(known.lacks, row.needs)) else row.compute(known) for row in single_metrics()
+        },
+        missing=_missing(known),
+    )
+
+
+def _missing(known: MetricInputs) -> list[str]:
+    """Returns a sentence for each need that is not met; it begins with the names of the metrics that have it."""
+    if not known.has_every_task:
+        names, num_columns = _names_that_need(Need.EVERY_TASK), len(known.top1[0])
+        return [
+            f"{_joined(names)} compare{_s(names)} checkpoints after every task, two or more; here are "
+            f"{len(known.top1)} for {num_columns} column{'s' if num_columns > 1 else ''}."
+        ]
+    found = []
+    if lacking := known.missing_references:
+        names = _names_that_need(Need.REFERENCES)
+        found.append(
+            f"{_joined(names)} need{_s(names)} models trained on one task alone; those of {_listed('task', lacking)} "
+            "are missing. fastcssl-eval prints the commands that train them, and takes them by --references."
         )
-        return Metrics(A=metrics.average(top1, seen), missing=missing)
-    found["S"] = metrics.stability(top1)
-    lacking = [i for i in range(1, num_columns) if reference.ft is None or reference.ft[i] is None]
-    if lacking:
-        missing.append(
-            f"P needs models trained on one task alone; those of {_listed('task', lacking)} are missing. fastcssl-eval "
-            "prints the commands that train them, and takes them by --references."
+    if known.lacks(Need.RANDOM_ENCODER):
+        names = _names_that_need(Need.RANDOM_ENCODER)
+        found.append(
+            f"{_joined(names)} need{_s(names)} the accuracy of a random encoder. Leave --no-random-encoder out."
         )
-    else:
-        assert reference.ft is not None
-        found["P"] = metrics.plasticity(top1, reference.ft)
-    if reference.random is None:
-        missing.append("F needs the accuracy of a random encoder. Leave --no-random-encoder out.")
-    else:
-        found["F"] = metrics.forward_transfer(top1, reference.random)
-    return Metrics(A=metrics.average(top1, seen), **found, missing=missing)
+    return found
+
+
+def metrics_named_in(sentence: str) -> list[str]:
+    """Returns the metrics that a sentence of `Metrics.missing` is about: the names that it begins with."""
+    names = re.split(r" (?:compare|need)s? ", sentence, maxsplit=1)[0]
+    return [name for name in re.split(r", | and ", names) if name in METRICS]
+
+
+def _names_that_need(need: Need) -> list[str]:
+    return [row.name for row in METRICS.values() if need in row.needs]
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _s(names: Sequence[str]) -> str:
+    """Returns the ending of the verb."""
+    return "s" if len(names) == 1 else ""
 
 
 def _listed(what: str, numbers: Sequence[int]) -> str:

@@ -83,7 +83,9 @@ def target(folder: str = "runs/pnr") -> Target:
 
 
 def outcome(lr: float, last: float = 0.625, *, was_there: bool = False) -> Evaluated:
-    made = evaluation(settings={"lr": lr, "epochs": 100}, metrics=Metrics(A=[0.5, last], S=0.0, P=-0.25, F=0.15))
+    made = evaluation(
+        settings={"lr": lr, "epochs": 100}, metrics=Metrics(A=[0.5, last], numbers={"S": 0.0, "P": -0.25, "F": 0.15})
+    )
     return Evaluated(target=target(), path=Path("runs/pnr/evaluations/x.json"), evaluation=made, was_there=was_there)
 
 

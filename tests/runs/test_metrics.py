@@ -1,5 +1,9 @@
 """Metrics against tables worked out by hand."""
 
+import copy
+import pickle
+from pathlib import Path
+
 import pytest
 
 from fastcssl.runs import metrics
@@ -87,3 +91,18 @@ def test_what_cannot_be_known_is_none_and_says_why() -> None:
     assert "task 1 are missing" in bare.missing[0] and "random encoder" in bare.missing[1]
     early = metrics_of(THREE[:2], seen[:2], References(ft=[0.5, 0.6, 0.7], random=RANDOM))
     assert (early.S, early.P, early.F) == (None, None, None) and len(early.A) == 2 and len(early.missing) == 1
+
+
+def test_every_row_of_the_table_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    documented = text.partition("## Metrics")[2].partition("\n## ")[0]
+    for name, row in metrics.METRICS.items():
+        assert row.name == name and row.title in documented and f"${name}" in documented, name
+        assert not row.description.endswith(".")
+    assert list(metrics.METRICS) == ["A", "S", "P", "F"]
+
+
+def test_a_pickled_copy_has_the_same_metrics() -> None:
+    made = metrics_of(THREE, [[0], [0, 1], [0, 1, 2]], References(random=RANDOM))
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert other == made and other.S == made.S and other.P is None

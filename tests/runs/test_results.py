@@ -1,6 +1,5 @@
 """Result files: whole or refused with a sentence."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -67,17 +66,20 @@ def test_a_foreign_file(tmp_path: Path, content: Any) -> None:
         ({"extra": 1}, "unknown"),
         ({"reference": {"ft": [0.5], "random": None}}, "a reference has 1 values"),
         ({"metrics": {"A": [0.5], "S": None, "P": None, "F": None, "missing": []}}, "metrics"),
+        ({"metrics": {"S": None, "missing": []}}, "the key 'A' is missing"),
+        ({"metrics": {"A": [0.5, 0.5], "S": "x", "missing": []}}, "not what belongs there"),
+        ({"metrics": 3}, "expected an object"),
     ],
 )
 def test_parts_that_do_not_fit(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     path = tmp_path / "x.json"
-    path.write_text(json.dumps(dataclasses.asdict(evaluation()) | change))
+    path.write_text(json.dumps(evaluation().as_json() | change))
     with pytest.raises(ResultError, match=says):
         load_evaluation(path)
 
 
 def test_a_missing_key_and_numbers_that_are_none(tmp_path: Path) -> None:
-    content = dataclasses.asdict(evaluation())
+    content = evaluation().as_json()
     del content["seconds"]
     path = tmp_path / "x.json"
     path.write_text(json.dumps(content))
