@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from fastcssl.config.config import Config
     from fastcssl.config.recipes import RECIPES, Recipe, recipe
     from fastcssl.data.loader import Batch, Loader, LoaderConfig
+    from fastcssl.data.policies import policy
     from fastcssl.data.prepared import Prepared, Selection
-    from fastcssl.data.views import Policy, ViewSpec, policy
+    from fastcssl.data.views import Policy, ViewSpec
     from fastcssl.doctor.checks import diagnose
     from fastcssl.errors import Diverged, UserError
     from fastcssl.evaluate.options import Evaluated, Request
@@ -81,7 +82,8 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and so knows a 
             "evaluate.options": ("Evaluated", "Request"),
             "runs.results": ("Evaluation",),
             "train.session": ("Outcome",),
-            "data.views": ("Policy", "ViewSpec", "policy"),
+            "data.policies": ("policy",),
+            "data.views": ("Policy", "ViewSpec"),
         }
     )
     __getattr__, __dir__ = on_demand(globals(), _HOME)

@@ -1,23 +1,24 @@
-"""What an augmented view is, in neutral terms, and the policies of CaSSLe and PNR as data.
+"""What an augmented view is, in neutral terms.
 
 A policy is a plain tuple with one `ViewSpec` for each view, so any number of views is tuple arithmetic:
-`policy("cassle-simclr-cifar")[:1] * 4` is four like views, `big + with_size(small, 96)` is a multi-crop. Nothing here
-is random: `fastcssl.data.draws` turns a policy into boxes and photometric columns.
+`policy("cassle-simclr-cifar")[:1] * 4` is four like views, `large + with_size(small, 96)` is a multi-crop. Nothing here
+is random: `fastcssl.data.draws` turns a policy into boxes and photometric columns. The policies of the references are
+in policies.py.
 
-The numbers are those of the released scripts. The order of the operations is fixed: crop, jitter, grayscale, blur,
-solarize, flip, normalise.
+The order of the operations is fixed: crop, jitter, grayscale, blur, solarize, flip, normalise.
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dataprep.suggest import nearest
+if TYPE_CHECKING:
+    from fastcssl.data.policies import EXTRAPOLATED as EXTRAPOLATED
+    from fastcssl.data.policies import POLICIES as POLICIES
+    from fastcssl.data.policies import policy as policy
 
 Crop = Literal["random", "center", "whole"]
 Interpolation = Literal["bicubic", "bilinear"]
-Method = Literal["moco", "simclr", "barlow", "byol", "vicreg", "supcon"]
-Source = Literal["cassle", "pnr"]
 Family = Literal["cifar", "imagenet"]  # imagenet: ImageNet-100, ImageNet-1k, DomainNet and anything alike
 
 Range = tuple[float, float]
@@ -94,114 +95,46 @@ Policy = tuple[ViewSpec, ...]
 
 
 def with_size(views: Policy, size_px: int) -> Policy:
-    """The same views at another size. A center crop keeps its margin: 256 -> 224 becomes 110 -> 96."""
-    return tuple(
-        replace(
-            view,
-            size_px=size_px,
-            resize_px=None if view.resize_px is None else round(view.resize_px * size_px / view.size_px),
+    """Returns the same views with a first view of `size_px`, and the others as large beside it as before.
+
+    Views of one size all become `size_px`; a multi-crop of 224 and 96 px becomes 112 and 48. A center crop keeps its
+    margin: 256 -> 224 becomes 110 -> 96.
+    """
+    resized = []
+    for view in views:
+        side_px = max(1, round(view.size_px * size_px / views[0].size_px))
+        resize_px = None if view.resize_px is None else round(view.resize_px * side_px / view.size_px)
+        resized.append(replace(view, size_px=side_px, resize_px=resize_px))
+    return tuple(resized)
+
+
+def with_min_scale(views: Policy, min_scale: float) -> Policy:
+    """Returns the same views, but the crops of the first show at least this share of the image.
+
+    The least shares of the others keep their proportion to the first's, up to the most that each shows.
+    """
+    if views and not 0 < min_scale <= views[0].scale[1]:
+        raise ValueError(
+            f"The least scale of a crop is {min_scale}; give a share above 0, at most {views[0].scale[1]:g}, the most "
+            "that the first view shows."
         )
+    return tuple(
+        replace(view, scale=(min(view.scale[1], min_scale * (view.scale[0] / views[0].scale[0])), view.scale[1]))
         for view in views
     )
 
 
-def with_min_scale(views: Policy, min_scale: float) -> Policy:
-    """The same views, but their crops show at least this share of the image."""
-    return tuple(replace(view, scale=(min_scale, view.scale[1])) for view in views)
-
-
 def with_normalisation(views: Policy, mean: Rgb, std: Rgb) -> Policy:
+    """Returns the same views, normalised by another mean and standard deviation."""
     return tuple(replace(view, mean=mean, std=std) for view in views)
 
 
-# ---- The references' policies ----------------------------------------------------------------------------------------
+if not TYPE_CHECKING:  # these moved to policies.py, which imports this module
 
+    def __getattr__(name: str) -> Any:
+        """Returns what moved to policies.py, for those that still look for it here."""
+        if name not in ("EXTRAPOLATED", "POLICIES", "policy"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fastcssl.data import policies
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    """A row of the table: what distinguishes one method's views. Pairs are (first view, second view)."""
-
-    min_scale: float
-    jitter: tuple[float, float, float, float]  # brightness, contrast, saturation, hue
-    blur_p: Range  # on large images; the references never blur CIFAR's
-    solarize_p: Range
-
-
-_ASYMMETRIC = _Look(min_scale=0.08, jitter=(0.4, 0.4, 0.2, 0.1), blur_p=(1.0, 0.1), solarize_p=(0.0, 0.2))
-_VICREG = _Look(min_scale=0.2, jitter=(0.4, 0.4, 0.2, 0.1), blur_p=(0.5, 0.5), solarize_p=(0.1, 0.1))
-_STRONG = _Look(min_scale=0.08, jitter=(0.8, 0.8, 0.8, 0.2), blur_p=(0.5, 0.5), solarize_p=(0.0, 0.0))
-_MODERATE = _Look(min_scale=0.08, jitter=(0.4, 0.4, 0.4, 0.1), blur_p=(0.5, 0.5), solarize_p=(0.0, 0.0))
-
-_LOOKS: dict[Source, dict[Method, _Look]] = {
-    "cassle": {
-        "moco": _MODERATE,
-        "simclr": _STRONG,
-        "barlow": _ASYMMETRIC,
-        "byol": _ASYMMETRIC,
-        "vicreg": _VICREG,
-        "supcon": _STRONG,
-    },
-    "pnr": {
-        "moco": _ASYMMETRIC,
-        "simclr": _ASYMMETRIC,
-        "barlow": _ASYMMETRIC,
-        "byol": _ASYMMETRIC,
-        "vicreg": _VICREG,
-        "supcon": _ASYMMETRIC,
-    },
-}
-
-# Names for which the references have no script; the values follow the method's other scripts, or SimCLR's.
-EXTRAPOLATED = frozenset({"cassle-moco-cifar", "cassle-supcon-cifar", "pnr-supcon-cifar", "pnr-supcon-imagenet"})
-
-
-def _plain(family: Family) -> ViewSpec:
-    """The random crop alone."""
-    if family == "cifar":
-        return ViewSpec(size_px=32, mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.243, 0.261))
-    # The first std is .228 in the references (.229 elsewhere); published numbers were made with it.
-    return ViewSpec(size_px=224, mean=(0.485, 0.456, 0.406), std=(0.228, 0.224, 0.225))
-
-
-def _pretraining(look: _Look, family: Family) -> Policy:
-    brightness, contrast, saturation, hue = look.jitter
-    return tuple(
-        replace(
-            _plain(family),
-            scale=(look.min_scale, 1.0),
-            flip_p=0.5,
-            jitter_p=0.8,
-            brightness=brightness,
-            contrast=contrast,
-            saturation=saturation,
-            hue=hue,
-            gray_p=0.2,
-            blur_p=blur_p if family == "imagenet" else 0.0,
-            solarize_p=solarize_p,
-        )
-        for blur_p, solarize_p in zip(look.blur_p, look.solarize_p, strict=True)
-    )
-
-
-def _all_policies() -> dict[str, Policy]:
-    policies = {
-        f"{source}-{method}-{family}": _pretraining(look, family)
-        for source, looks in _LOOKS.items()
-        for method, look in looks.items()
-        for family in get_args(Family)
-    }
-    for family in get_args(Family):
-        policies[f"probe-train-{family}"] = (replace(_plain(family), flip_p=0.5),)
-    policies["probe-val-cifar"] = (replace(_plain("cifar"), crop="whole"),)
-    policies["probe-val-imagenet"] = (replace(_plain("imagenet"), crop="center", resize_px=256),)
-    return policies
-
-
-POLICIES: dict[str, Policy] = _all_policies()
-
-
-def policy(name: str) -> Policy:
-    """By name: "{cassle|pnr}-{method}-{family}", "probe-train-{family}" or "probe-val-{family}"."""
-    if name not in POLICIES:
-        raise ValueError(f"There is no view policy {name!r}. {nearest(name, POLICIES)}")
-    return POLICIES[name]
+        return getattr(policies, name)

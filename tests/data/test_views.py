@@ -8,16 +8,8 @@ import numpy.typing as npt
 import pytest
 
 from fastcssl.data.draws import NO_SOLARIZE, Drawn, draw_views
-from fastcssl.data.views import (
-    EXTRAPOLATED,
-    POLICIES,
-    Policy,
-    ViewSpec,
-    policy,
-    with_min_scale,
-    with_normalisation,
-    with_size,
-)
+from fastcssl.data.policies import EXTRAPOLATED, NAMED, POLICIES, pair, plain_view, policy
+from fastcssl.data.views import Policy, ViewSpec, with_min_scale, with_normalisation, with_size
 
 PLAIN = ViewSpec(size_px=224, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
 IDS = np.arange(20_000)
@@ -96,6 +88,28 @@ def test_resizing_and_normalising_keep_the_rest() -> None:
         with_min_scale(views, 1.5)
     mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
     assert with_normalisation(views, mean, std) == tuple(replace(view, mean=mean, std=std) for view in views)
+
+
+def test_the_views_of_a_multi_crop_keep_their_proportions() -> None:
+    large = tuple(replace(view, scale=(0.25, 1.0)) for view in policy("pnr-moco-imagenet"))
+    views = large + (replace(large[0], size_px=96, scale=(0.05, 0.25)),) * 6
+    assert [view.size_px for view in with_size(views, 112)] == [112, 112] + [48] * 6
+    assert with_size(with_size(views, 448), 224) == views
+    assert [view.size_px for view in with_size(views, 1)] == [1] * 8
+    assert {view.scale for view in with_min_scale(views, 0.5)[:2]} == {(0.5, 1.0)}
+    assert [view.scale for view in with_min_scale(views, 0.5)[2:]] == [(pytest.approx(0.1), 0.25)] * 6
+    narrow = with_min_scale((views[0], replace(PLAIN, scale=(0.2, 0.3))), 0.9)
+    assert [view.scale for view in narrow] == [(0.9, 1.0), (0.3, 0.3)]
+    assert with_size((), 32) == with_min_scale((), 0.5) == ()
+
+
+def test_a_name_says_what_its_images_are_like() -> None:
+    for name, named in NAMED.items():
+        assert name.endswith(f"-{named.family}") and named.views == policy(name)
+        assert {(view.size_px, view.mean, view.std) for view in named.views} == {STATISTICS[named.family]}
+    for family in ("cifar", "imagenet"):
+        assert pair(family) == policy(f"pnr-moco-{family}")  # type: ignore[arg-type]
+        assert plain_view(family) == replace(policy(f"probe-train-{family}")[0], flip_p=0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

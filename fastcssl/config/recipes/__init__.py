@@ -20,7 +20,8 @@ from fastcssl.config.recipes.ours import OWN
 from fastcssl.config.recipes.paper import PAPER
 from fastcssl.config.recipes.rows import COMMAND_LINE, OURS, SCRIPT, Authors, Row, Settings, Table
 from fastcssl.config.recipes.scripts import CASSLE, PNR
-from fastcssl.data.views import EXTRAPOLATED, POLICIES, Family
+from fastcssl.data.policies import EXTRAPOLATED, NAMED
+from fastcssl.data.views import Family
 from fastcssl.errors import UserError
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _borrowed(source: str, data: Data, method: str) -> str:
 
 def _views(method: str, authors: Authors, family: Family) -> tuple[str, str]:
     name = f"{authors}-{method}-{family}"
-    if name not in POLICIES:  # a plug-in's
+    if name not in NAMED:  # a plug-in's
         return f"pnr-moco-{family}", OURS
     return name, OURS if name in EXTRAPOLATED else SCRIPT[authors]
 
