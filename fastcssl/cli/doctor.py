@@ -13,6 +13,7 @@ from rich.console import Console
 from dataprep import help
 from dataprep.help import Flag
 from fastcssl import __version__
+from fastcssl.cli.exit_codes import ExitCode
 from fastcssl.doctor import Section
 
 PROG = "fastcssl-doctor"
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if help.is_asked(words):
         Console().print(help.page(Options, f"{PROG} [--data DIR] [--full] [--json]", [f"{PROG} --data /data/in100"]))
-        return 0
+        return ExitCode.OK
     options = tyro.cli(Options, args=words, prog=PROG, config=(tyro.conf.FlagCreatePairsOff,))
     console = Console(width=None if sys.stdout.isatty() else 110)
     with Console(stderr=True).status("") as status:
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         show_verdict(console, sections, has_gpu=has_gpu)
-    return 0 if is_well else 1
+    return ExitCode.OK if is_well else ExitCode.FAILED
 
 
 if __name__ == "__main__":

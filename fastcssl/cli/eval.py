@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dataprep import help
 from dataprep.help import Flag
-from fastcssl.cli.exit_codes import ended, explained, together
+from fastcssl.cli.exit_codes import ExitCode, after_signal, ended, explained, together
 from fastcssl.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def main(args: list[str] | None = None) -> int:
 def _run(words: list[str], console: Console) -> int:
     if help.is_asked(words):
         console.print(help.page(Options, f"{PROG} RUN [RUN...] [FLAGS]", _EXAMPLES))
-        return 0
+        return ExitCode.OK
     options = tyro.cli(Options, prog=PROG, args=words, console_outputs=not console.quiet)
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")
@@ -162,10 +162,10 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
             )
     except Interrupted as interrupted:
         console.print(Text(str(interrupted), "yellow"))
-        return 128 + interrupted.signal
+        return after_signal(interrupted.signal)
     console.print(summary(found))
     _tell_missing(found, console)
-    return 0
+    return ExitCode.OK
 
 
 def _tell_missing(outcomes: "list[Evaluated]", console: Console) -> None:

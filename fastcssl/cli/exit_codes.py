@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from enum import IntEnum
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,10 +12,24 @@ from fastcssl.errors import Diverged, UserError
 from fastcssl.runs.interrupt import Stop
 
 
+class ExitCode(IntEnum):
+    """The exit statuses of all commands (docs/resuming.md). One that a signal ended has 128 + its number."""
+
+    OK = 0
+    FAILED = 1  # a loss that is not finite, a lost rank, no memory left; of the doctor, something that does not work
+    MISTAKE = 2  # something to correct: in the words, the data or a file
+    INTERRUPTED = 130  # Ctrl-C where nothing can be kept: 128 + SIGINT
+
+
+def after_signal(signal: int) -> int:
+    """Returns the exit status of a command that a signal ended, as a shell gives it."""
+    return 128 + signal
+
+
 class Ended(Exception):
     """A sentence and the command's exit status. `everywhere`: said by every rank, as it may be true of one alone."""
 
-    def __init__(self, text: str, status: int, *, everywhere: bool = False) -> None:
+    def __init__(self, text: str, status: ExitCode, *, everywhere: bool = False) -> None:
         super().__init__(text)
         self.status, self.everywhere = status, everywhere
 
@@ -24,7 +39,7 @@ class _Said(Exception):
 
 
 def ended(run: Callable[[Console], int]) -> int:
-    """The exit status of a command that gets a console to speak on."""
+    """Runs a command, which gets a console to speak on, and returns its exit status."""
     try:
         return run(Console(quiet=_rank() > 0))
     except (UserError, Ended) as error:
@@ -32,25 +47,26 @@ def ended(run: Callable[[Console], int]) -> int:
     except _Said as said:
         return int(said.args[0])
     except KeyboardInterrupt:
-        return 130
+        return ExitCode.INTERRUPTED
 
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _say(error: UserError | Ended) -> int:
+def _say(error: UserError | Ended) -> ExitCode:
+    """Prints the sentence and returns the exit status."""
     # Under torchrun there is one process for each GPU; what holds for all is said once.
     if (rank := _rank()) == 0 or (isinstance(error, Ended) and error.everywhere):
         who = f"rank {rank}: " if rank else ""
         errors = Console(stderr=True, soft_wrap=True)
         errors.print(f"[bold red]error:[/] {who}{escape(str(error))}", highlight=False)
-    return error.status if isinstance(error, Ended) else 2
+    return error.status if isinstance(error, Ended) else ExitCode.MISTAKE
 
 
 @contextmanager
 def together(connection: AbstractContextManager[object]) -> Iterator[None]:
-    """The ranks connected for the length of a block, and last words before a signal may end this one.
+    """Keeps the ranks connected for the length of a block, and says last words before a signal may end this one.
 
     When a rank dies, torchrun ends the others at once, and they are the ones that know how to go on.
     """
@@ -64,7 +80,7 @@ def together(connection: AbstractContextManager[object]) -> Iterator[None]:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """What a user or a machine can cause becomes a sentence; anything else keeps its traceback."""
+    """Turns what a user or a machine can cause into a sentence; anything else keeps its traceback."""
     import torch
 
     from dataprep.errors import PrepError
@@ -77,17 +93,17 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RankLost as error:
-        raise Ended(f"{error} To go on, run the same command again.", 1) from None
+        raise Ended(f"{error} To go on, run the same command again.", ExitCode.FAILED) from None
     except Diverged as error:
-        raise Ended(str(error), 1) from None
+        raise Ended(str(error), ExitCode.FAILED) from None
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         raise Ended(
             f"{reason}. Use a smaller --batch-size, more processes or --accumulate 2; --dry-run estimates the memory.",
-            1,
+            ExitCode.FAILED,
             everywhere=True,
         ) from None
     except (LoaderError, CheckpointError) as error:
-        raise Ended(str(error), 2, everywhere=True) from None
+        raise Ended(str(error), ExitCode.MISTAKE, everywhere=True) from None
     except (PrepError, RunLogError, EncoderFileError) as error:
         raise UserError(str(error)) from None

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dataprep import help
 from dataprep.help import Flag
-from fastcssl.cli.exit_codes import ended
+from fastcssl.cli.exit_codes import ExitCode, ended
 from fastcssl.errors import UserError
 
 PROG = "fastcssl-report"
@@ -37,7 +37,7 @@ def main(args: list[str] | None = None) -> int:
 def _run(words: list[str], console: Console) -> int:
     if help.is_asked(words):
         console.print(help.page(Options, f"{PROG} RUN [RUN...] [--out DIR]", [f"{PROG} runs/pnr runs/cassle"]))
-        return 0
+        return ExitCode.OK
     options = tyro.cli(Options, prog=PROG, args=words)
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")
@@ -49,7 +49,7 @@ def _run(words: list[str], console: Console) -> int:
     if not console.is_terminal:  # a log has no edge to keep to
         console = Console(file=console.file, width=max(console.width, 160))
     console.print(summary(found))
-    return 0
+    return ExitCode.OK
 
 
 if __name__ == "__main__":
