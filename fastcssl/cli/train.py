@@ -190,15 +190,17 @@ def _default_out(words: Sequence[str], seed: int | None) -> Path:
 
 
 def _status(args: list[str], console: Console) -> int:
+    from fastcssl.runs.layout import RunFolder
     from fastcssl.runs.log import RunLogError
-    from fastcssl.runs.status import STATUS, summary
+    from fastcssl.runs.status import summary
 
     if len(args) != 1 or args[0].startswith("-"):
         console.print(f"usage: {PROG} status RUN", markup=False)
         return 0 if args in (["-h"], ["--help"]) else 2
     folder = Path(args[0])
     # Of several seeds each is a run of its own.
-    seeds = sorted(path.parent for path in folder.glob(f"seed*/{STATUS}")) if not (folder / STATUS).exists() else []
+    own = RunFolder(folder).status
+    seeds = [] if own.exists() else sorted(path.parent for path in folder.glob(f"seed*/{own.name}"))
     try:
         for run in seeds or [folder]:
             console.print(summary(run))

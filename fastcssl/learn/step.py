@@ -36,7 +36,7 @@ class Step(nn.Module):
         return groups
 
 
-def across_ranks(step: Step, world: World, device: torch.device) -> nn.Module:
+def wrapped_for_ranks(step: Step, world: World, device: torch.device) -> nn.Module:
     """Nothing is broadcast in a step: BatchNorm is synchronised, so the buffers are equal anyway."""
     if world.size == 1:
         return step

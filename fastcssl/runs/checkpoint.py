@@ -320,9 +320,16 @@ def load(path: Path | str) -> State:
         ) from error
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One line for each dotted key whose value differs. Lists and tuples are alike."""
+def differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any], implied: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Returns one line for each dotted key whose value differs. Lists and tuples are the same.
+
+    `implied`: by dotted key, the value that a checkpoint without that key stands for. A setting that is newer than the
+    checkpoint is no difference while it has that value.
+    """
     before, now = _flat(saved), _flat(current)
+    before = {key: value for key, value in (implied or {}).items() if key in now} | before
     lines = []
     for key in [*before, *(key for key in now if key not in before)]:
         if key not in now:
@@ -334,9 +341,11 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
     return lines
 
 
-def refuse_changed(saved: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:
-    """Leave out of both what does not change the training."""
-    if lines := differences(saved, current):
+def refuse_changed(
+    saved: Mapping[str, Any], current: Mapping[str, Any], path: Path, implied: Mapping[str, Any] | None = None
+) -> None:
+    """Raises an error when a setting differs. Leave out of both what does not change the training."""
+    if lines := differences(saved, current, implied):
         raise CheckpointError(
             f"The configuration is not that of {path}. {'; '.join(lines)}. "
             "Use the same values, or another --out, or --resume never to start over."

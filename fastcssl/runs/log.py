@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from dataprep.manifest import write_atomically
+from fastcssl.runs.layout import RunFolder
 
-METRICS = "metrics.jsonl"
 _NON_FINITE = ("nan", "inf", "-inf")
 _WORDS = ("kind", "name", "what")  # fields that are text whatever they say
 
@@ -106,7 +106,7 @@ class RunLog:
         wandb_project: str = "fastcssl",
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._path = folder / METRICS
+        self._path = RunFolder(folder).metrics
         self._resume_step = resume_step
         self._repeatable: set[tuple[Any, ...]] = set()
         self._sinks: list[_Sink] = []
@@ -208,7 +208,7 @@ class _SilentLog(RunLog):
 
 def read_reports(folder: Path, kind: type[SomeReport]) -> list[SomeReport]:
     """The lines of one kind, in order. Lines that cannot be read are left out: the last may just be being written."""
-    path = folder / METRICS
+    path = RunFolder(folder).metrics
     if not path.exists():
         return []
     begin = f'{{"kind": "{kind.kind}",'.encode()
@@ -279,7 +279,7 @@ class _TensorBoard:
         module = _optional("torch.utils.tensorboard", "tensorboard", "Logging to TensorBoard")
         # Hides what an earlier process drew past its last checkpoint.
         purge_step = 0 if resume_step is None else resume_step + 1
-        self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+        self._writer = module.SummaryWriter(str(RunFolder(folder).tensorboard), purge_step=purge_step)
 
     def write(self, scalars: dict[str, float], step: int) -> None:
         for name, value in scalars.items():
@@ -294,7 +294,7 @@ class _Wandb:
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
         module = _optional("wandb", "wandb", "Logging to Weights & Biases")
-        id_path = folder / "wandb-id"
+        id_path = RunFolder(folder).wandb_id
         if not id_path.exists():
             write_atomically(id_path, secrets.token_hex(4).encode())
         try:

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from dataprep.manifest import write_atomically
 from fastcssl.runs.display import bar_grid, bar_row, duration, fact_grid, framed, number, probe_rows, share, wait_style
+from fastcssl.runs.layout import RunFolder
 from fastcssl.runs.log import ProbeReport, RunFolderError, StepReport, read_reports
 
-STATUS = "status.json"
 _SILENT_SECONDS = 600
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_SPARKS = 32
@@ -65,11 +65,11 @@ class Status:
 
 def write_status(folder: Path, status: Status) -> None:
     content = asdict(replace(status, updated=time.time()))
-    write_atomically(folder / STATUS, (json.dumps(content, indent=1) + "\n").encode())
+    write_atomically(RunFolder(folder).status, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def read_status(folder: Path) -> Status:
-    path = folder / STATUS
+    path = RunFolder(folder).status
     if not path.exists():
         seen = "holds no status.json" if folder.is_dir() else "does not exist"
         raise RunFolderError(f"{folder} is not a run: it {seen}. Give the folder that fastcssl-train wrote.")

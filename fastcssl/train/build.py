@@ -1,78 +1,38 @@
-"""A run: what is built for it, where it stands, and what a checkpoint of it holds."""
+"""A run: what is built for it, and what a checkpoint of it holds."""
 
 import hashlib
+import json
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dataprep.manifest import manifest_path
 from dataprep.suggest import nearest
 from fastcssl.config.config import Config, plain
 from fastcssl.config.recipes import Recipe
 from fastcssl.data.backends import usual_threads
-from fastcssl.data.loader import Loader, LoaderConfig, Stream
+from fastcssl.data.loader import Loader, LoaderConfig
 from fastcssl.data.prepared import Prepared, Selection
 from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
-from fastcssl.evaluate.online_probe import ParityProbe
 from fastcssl.learn import methods, strategies
+from fastcssl.learn.encoder_file import save_encoder
+from fastcssl.learn.memory import fill
 from fastcssl.learn.methods import Setting
 from fastcssl.learn.nets import build_encoder
 from fastcssl.learn.precision import amp_dtype, strides_over_a_pixel
 from fastcssl.learn.strategies import Task
 from fastcssl.runs.bottleneck import Machine
-from fastcssl.runs.timing import Rates, StageTimes
+
+if TYPE_CHECKING:  # a meter needs a run to report positions
+    from fastcssl.train.state import Position
 
 FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """The next step to make. `ended`: all steps of the task were made, and the strategy has closed it."""
-
-    task: int = 0
-    epoch: int = 0  # of the task
-    batch: int = 0  # of the epoch
-    step: int = 0  # of the run
-    ended: bool = False
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Underway:
-    """What a task has while it is trained, beside the run's own."""
-
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    stream: Stream
-    parity: ParityProbe | None = None
-    rates: Rates = field(default_factory=Rates)
-    stages: StageTimes = field(default_factory=StageTimes)
-    sums: dict[str, Tensor] = field(default_factory=dict)  # of each term, over the epoch's steps so far
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "stream": self.stream.state_dict(),
-            "parity": self.parity.state_dict() if self.parity else {},
-            "rates": [self.rates.num_images, self.rates.wait_seconds, self.rates.seconds],
-            "stages": self.stages.state(),
-            "sums": dict(self.sums),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.stream.load_state_dict(state["stream"])
-        if self.parity:
-            self.parity.load_state_dict(state["parity"])
-        self.rates.num_images, self.rates.wait_seconds, self.rates.seconds = state["rates"]
-        self.stages.load(state["stages"])
-        self.sums.update(state["sums"])
+_PREFILL_EPOCH = 1 << 20  # an epoch number that no training epoch has: its views are drawn anew
 
 
 class Run:
@@ -154,7 +114,7 @@ class Run:
             "machine": asdict(self.machine()),
         }
 
-    def state(self, position: Position) -> dict[str, Any]:
+    def state(self, position: "Position") -> dict[str, Any]:
         """The part that outlives a task."""
         return {
             "format": FORMAT,
@@ -166,6 +126,46 @@ class Run:
             "strategy": dict(self.strategy.state_dict()),
             "strategy_copies": {name: item.state_dict() for name, item in self.strategy.copies.items()},
         }
+
+    def export(self, path: Path, index: int) -> None:
+        """Writes the encoder as the task leaves it, for anyone."""
+        config, view = self.config, self.config.views.probe_view()[0]
+        path.parent.mkdir(exist_ok=True)
+        metadata = {
+            "recipe": config.recipe,
+            "method": self.method.name,
+            "strategy": self.strategy.name,
+            "tasks": json.dumps(list(self.tasks[index])),
+            "seed": str(config.seed),
+            "mean": json.dumps(view.mean),
+            "std": json.dumps(view.std),
+            "size_px": str(view.size_px),
+            "manifest_sha256": self.manifest_sha256,
+        }
+        save_encoder(path, self.encoder, config.encoder, metadata)
+
+    def renew_banks(self, task: Task) -> None:
+        """Keeps, drops or replaces what the banks hold of the last task, at the start of the next.
+
+        With prefill both models' banks are filled from the network as the last task left it, which both models then
+        are.
+        """
+        banks = [*self.method.banks, *self.strategy.banks]
+        how = getattr(getattr(self.config.method, "bank", None), "at_task_start", "keep")
+        if not banks or how == "keep":
+            return
+        for bank in banks:
+            bank.reset()
+        if how == "prefill":
+            for bank in banks:
+                bank.filled.zero_()
+            stream = self.loader.open(Selection(tasks=task.tasks))
+            network = self.method.online
+            with torch.no_grad(), torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+                network.eval()
+                batches = stream.epoch(_PREFILL_EPOCH + task.index)
+                fill(banks, lambda view: network(view)[1], batches, self.world.gather_keys)
+                network.train()
 
     def load_method(self, state: dict[str, Any]) -> None:
         self.method.load_state_dict(state["method"])

@@ -1,32 +1,31 @@
 """The training loop: for each task, for each epoch, for each batch. Read it top to bottom.
 
-`train` may be called again with the same arguments after any interruption and goes on from the last checkpoint.
+`train` may be called again with the same arguments after any interruption and continues from the last checkpoint.
 """
 
-import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from fastcssl.config.config import Resume
 from fastcssl.config.recipes import Recipe
-from fastcssl.data.loader import Stream
+from fastcssl.data.loader import Batch
 from fastcssl.data.prepared import Selection
 from fastcssl.distributed.world import World
-from fastcssl.errors import Diverged
-from fastcssl.learn.memory import fill
 from fastcssl.learn.methods import Inputs
-from fastcssl.learn.optim import build_optimizer, lr_at, lr_peak, set_lr
-from fastcssl.learn.step import Step, across_ranks, optimise
-from fastcssl.learn.strategies import Task
-from fastcssl.runs.log import EpochReport, StepReport, TaskReport
-from fastcssl.runs.timing import DeviceIdle, StageTimes
-from fastcssl.train.build import Position, Run, Underway
-from fastcssl.train.session import DIVERGED, GO_ON, STOP, Outcome, Session
-
-_PREFILL_EPOCH = 1 << 20  # an epoch number that no training epoch has: its views are drawn anew
+from fastcssl.learn.optim import build_optimizer, set_lr
+from fastcssl.learn.step import Step, optimise, wrapped_for_ranks
+from fastcssl.train.build import Run
+from fastcssl.train.meter import Meter
+from fastcssl.train.profile import Profile
+from fastcssl.train.session import Outcome, Session
+from fastcssl.train.start import restore
+from fastcssl.train.state import Position, TaskState
+from fastcssl.train.watch import Decision
 
 
 def train(
@@ -40,205 +39,123 @@ def train(
     device: torch.device | None = None,
     console: Console | None = None,
 ) -> Outcome:
-    """Every rank calls it. `start_from`: "RUN@k", another run's state after its task k."""
+    """Trains all tasks and returns how it ended. Every rank calls it.
+
+    `start_from`: "RUN@k", another run's state after its task k.
+    """
     with ExitStack() as stack:
         run = Run(recipe.config, data, world or World(), device or torch.device("cpu"))
         stack.callback(run.loader.close)
         session = stack.enter_context(
             Session(run, recipe, data=data, out=out, resume=resume, start_from=start_from, console=console)
         )
-        return _train(run, session)
+        profile = stack.enter_context(Profile(run.config.run.profile, run, session.folder.profile))
+        return _train(run, session, profile)
 
 
-def _train(run: Run, session: Session) -> Outcome:
-    config, method, strategy = run.config, run.method, run.strategy
-    at, state = session.position, session.state
-    if state is not None:
-        # Shapes first, then values; the frozen copy made here is replaced by the one of the checkpoint.
-        strategy.begin_task(run.task(at.task), method)
-        session.restore(run)
-    done = session.tasks_done
+def _train(run: Run, session: Session, profile: Profile) -> Outcome:
+    config, at = run.config, session.start.position
+    restore(run, session.start)
     step = at.step
     for index in range(at.task + at.ended, len(run.tasks)):
-        inside = state is not None and index == at.task and not at.ended
-        task = run.task(index)
-        session.begin_task(index)
-        if not inside:
-            strategy.begin_task(task, method)
-            if index > 0:
-                _renew_banks(run, task)
-        module = Step(method, strategy)
-        module.train()
-        if config.compile != "off":
-            torch.compiler.reset()  # it gives up after eight modules of one class, and this is a task's
-            module.compile(backend=config.compile)
-        wrapped = across_ranks(module, run.world, run.device)
-        optimizer = build_optimizer(module.groups(), config.optim)
-        scaler = torch.amp.GradScaler(run.device.type, enabled=run.amp_dtype is torch.float16)
-        stream = run.loader.open(Selection(tasks=task.tasks))
-        idle, parity = DeviceIdle(run.device), session.parity_probe(run)
-        now_at = Underway(optimizer=optimizer, scaler=scaler, stream=stream, parity=parity)
-        rates, stages, sums = now_at.rates, now_at.stages, now_at.sums
-        if inside and state is not None:
-            now_at.load(state)
-        elif parity:
-            parity.begin_task()
-        _follow(stages, run, stream, idle)
-
-        num_steps, num_replaced = config.epochs * len(stream), 0
-        peak = lr_peak(config.optim, config.batch_size)
-        for epoch in range(at.epoch if inside else 0, config.epochs):
-            first = at.batch if inside and epoch == at.epoch else 0
-            if not first:
-                sums.clear()
-            labelled = parity.batches(index * config.epochs + epoch) if parity else None
-            began = epoch_began = time.perf_counter()
-            waited, augmented = stream.wait_seconds, stream.augment_seconds
-            for number, batch in enumerate(stream.epoch(index * config.epochs + epoch), start=first):
-                idle.begin()
-                task_step = epoch * len(stream) + number
-                lr = lr_at(config.optim, peak, task_step / len(stream), config.epochs)
-                set_lr(optimizer, lr)
-                terms = optimise(
-                    wrapped,
-                    Inputs(views=batch.views, label=batch.label, id=batch.id),
-                    optimizer,
-                    scaler,
-                    accumulate=config.accumulate,
-                    amp_dtype=run.amp_dtype,
-                )
-                method.after_step(task_step, num_steps)
-                strategy.after_step(method)
-                probed = time.perf_counter()
-                if parity and labelled is not None:
-                    parity.step(run.encoder, next(labelled), epoch=task_step / len(stream), num_epochs=config.epochs)
-                probe_s = time.perf_counter() - probed
-                idle.end()
-                step += 1
-                for name, term in terms.items():
-                    sums[name] = sums.get(name, torch.zeros((), device=run.device, dtype=torch.float64)) + term
-                now = time.perf_counter()
-                wait_s, augment_s = stream.wait_seconds - waited, stream.augment_seconds - augmented
-                rates.step(config.batch_size, wait_s, now - began)
-                stages.step(now - began, {"wait": wait_s, "augment": augment_s, "probe": probe_s})
-                waited, augmented, began = stream.wait_seconds, stream.augment_seconds, now
-
-                session.watch(step, terms)
-                last = number == len(stream) - 1
-                if step % config.run.log_every == 0 or last:
-                    mean = session.across_ranks(terms)
-                    session.report(
-                        StepReport(
-                            step=step,
-                            task=index,
-                            epoch=epoch,
-                            batch=number,
-                            lr=lr,
-                            loss=sum(mean.values()),
-                            terms=mean,
-                            images_per_s=rates.images_per_s,
-                            data_wait_share=rates.wait_share,
-                            device_idle_share=idle.share,
-                        )
-                    )
-                what = session.agreed(step, last=last)
-                if what != GO_ON:
-                    position = Position(task=index, epoch=epoch, batch=number + 1, step=step)
-                    current = run.state(position) | now_at.state()
-                    if what == DIVERGED:
-                        raise Diverged(session.diverged(step, current))
-                    with stages.timed("checkpoint"):
-                        session.save(step, current, wait=what == STOP)
-                    if what == STOP:
-                        return session.stopped(step)
-                    idle.pause()
-                    began = time.perf_counter()
-            _follow(stages, run, stream, idle)
-            num_replaced = _tell_replaced(run, session, step, stream, num_replaced)
-            mean = session.across_ranks({name: value / len(stream) for name, value in sums.items()})
-            session.report(
-                EpochReport(
-                    step=step,
-                    task=index,
-                    epoch=epoch,
-                    lr=lr_at(config.optim, peak, epoch, config.epochs),
-                    loss=sum(mean.values()),
-                    terms=mean,
-                    images_per_s=rates.mean_images_per_s,
-                    data_wait_share=rates.mean_wait_share,
-                    seconds=time.perf_counter() - epoch_began,
-                    stages=stages.state(),
-                )
-            )
+        task = _begin_task(run, session, index, step)
+        meter = task.meter
+        for epoch in range(task.start.epoch, config.epochs):
+            meter.begin_epoch(epoch, task.first_batch(epoch))
+            for batch in _batches(run, task, epoch):
+                terms = train_step(run, task, batch)
+                profile.step()
+                if meter.report_is_due:
+                    session.reporter.step(meter.step_report())
+                decision = session.watch.decide(meter.step, terms, last=meter.epoch_is_over)
+                if decision is not Decision.CONTINUE:
+                    with meter.paused("checkpoint"):
+                        session.save(decision, meter.step, run.state(meter.position()) | task.state())
+                    if decision is Decision.STOP:
+                        return session.stopped(meter.step)
+            meter.follow()
+            _tell_replaced(run, session, task)
+            session.reporter.epoch(meter.epoch_report())
             if config.probe.due(epoch, config.epochs):
-                with stages.timed("probe"):
-                    session.probe(run, step, index, parity)
-                idle.pause()
-        with stages.timed("strategy"):
-            strategy.end_task(task, method)
-        session.export(run, index)
-        done.append(
-            TaskReport(
-                step=step,
-                task=index,
-                name=run.task_name(index),
-                num_images=stream.num_samples,
-                num_epochs=config.epochs,
-                loss=sum(mean.values()),
-                images_per_s=rates.mean_images_per_s,
-                data_wait_share=rates.mean_wait_share,
-                seconds=rates.seconds,
-                accuracy=session.accuracy(index),
-                stages=stages.state(),
-            )
-        )
-        ended = Position(task=index, epoch=config.epochs, step=step, ended=True)
-        session.end_task(done[-1], run.state(ended) | now_at.state())
+                with meter.paused("probe"):
+                    session.probe(meter.step, index)
+        step = meter.step
+        with meter.paused("strategy"):
+            run.strategy.end_task(run.task(index), run.method)
+        report = meter.task_report(session.accuracy(index))
+        session.end_task(report, run.state(meter.position(ended=True)) | task.state())
         if index == config.run.stop_after_task and index < len(run.tasks) - 1:
             return session.stopped(step)
     return session.finished(step)
 
 
-def _follow(stages: StageTimes, run: Run, stream: Stream, idle: DeviceIdle) -> None:
-    """Reads the clocks that run beside the loop."""
-    stages.follow("loader", run.loader.stage_seconds())
-    if run.device.type == "cuda":
-        stages.follow("device", {"idle": idle.seconds, "transfer": 0.0, "augment": 0.0, **stream.device_seconds})
+def train_step(run: Run, task: TaskState, batch: Batch) -> dict[str, Tensor]:
+    """Makes one step: loss, gradients, optimiser, then the slow copies and banks. Returns the loss terms."""
+    meter = task.meter
+    meter.begin_step()
+    set_lr(task.optimizer, meter.lr)
+    terms = optimise(
+        task.module,
+        Inputs(views=batch.views, label=batch.label, id=batch.id),
+        task.optimizer,
+        task.scaler,
+        accumulate=run.config.accumulate,
+        amp_dtype=run.amp_dtype,
+    )
+    run.method.after_step(meter.task_step, meter.num_steps)
+    run.strategy.after_step(run.method)
+    if task.parity and task.labelled is not None:
+        with meter.probing():
+            task.parity.step(run.encoder, next(task.labelled), epoch=meter.epoch_of_task, num_epochs=run.config.epochs)
+    meter.end_step(terms)
+    return terms
 
 
-def _tell_replaced(run: Run, session: Session, step: int, stream: Stream, told: int) -> int:
-    """After an epoch: the task's samples that could not be decoded, on all ranks; those met here by name."""
-    count = sum(int(number) for number in run.world.collect(torch.tensor([len(stream.quarantine)])))
-    if count > told:
-        samples = {str(sample): why for sample, why in stream.quarantine.items()}
-        session.log.event("replaced", step=step, count=count, samples=samples)
-        such_as = f", such as {next(iter(samples.values()))}" if samples else ""
-        session.display.note(
-            f"{count} stored {'images' if count > 1 else 'image'} could not be decoded, and others took their "
-            f"place{such_as}. Run fastcssl-prep verify {run.data.folder}.",
-            warning=True,
-        )
-    return count
+def _begin_task(run: Run, session: Session, index: int, step: int) -> TaskState:
+    """Builds what the task is trained with, and fills it from the checkpoint where the run continues inside it."""
+    config, inside = run.config, session.start.inside(index)
+    task = run.task(index)
+    session.reporter.begin_task(index)
+    if not inside:
+        run.strategy.begin_task(task, run.method)
+        if index > 0:
+            run.renew_banks(task)
+    module = Step(run.method, run.strategy)
+    module.train()
+    if config.compile != "off":
+        torch.compiler.reset()  # it gives up after eight modules of one class, and this is a task's
+        module.compile(backend=config.compile)
+    stream = run.loader.open(Selection(tasks=task.tasks))
+    start = session.start.position if inside else Position(task=index, step=step)
+    state = TaskState(
+        index=index,
+        start=start,
+        module=wrapped_for_ranks(module, run.world, run.device),
+        optimizer=build_optimizer(module.groups(), config.optim),
+        scaler=torch.amp.GradScaler(run.device.type, enabled=run.amp_dtype is torch.float16),
+        stream=stream,
+        meter=Meter(run, index, stream, start),
+        parity=session.parity,
+    )
+    if inside and session.start.state is not None:
+        state.load(session.start.state)
+    elif state.parity:
+        state.parity.begin_task()
+    state.meter.follow()
+    return state
 
 
-def _renew_banks(run: Run, task: Task) -> None:
-    """At the start of a task: what the banks hold of the last one is kept, dropped, or replaced by the frozen model's.
+def _batches(run: Run, task: TaskState, epoch: int) -> Iterator[Batch]:
+    """Returns the batches of an epoch; epochs are counted over the whole run for the random draws."""
+    number = task.index * run.config.epochs + epoch
+    task.labelled = task.parity.batches(number) if task.parity else None
+    return task.stream.epoch(number)
 
-    With prefill both models' banks are filled from the network as the last task left it, which both models then are.
-    """
-    banks = [*run.method.banks, *run.strategy.banks]
-    how = getattr(getattr(run.config.method, "bank", None), "at_task_start", "keep")
-    if not banks or how == "keep":
-        return
-    for bank in banks:
-        bank.reset()
-    if how == "prefill":
-        for bank in banks:
-            bank.filled.zero_()
-        stream: Stream = run.loader.open(Selection(tasks=task.tasks))
-        network = run.method.online
-        with torch.no_grad(), torch.autocast(run.device.type, run.amp_dtype, enabled=run.amp_dtype is not None):
-            network.eval()
-            batches = stream.epoch(_PREFILL_EPOCH + task.index)
-            fill(banks, lambda view: network(view)[1], batches, run.world.gather_keys)
-            network.train()
+
+def _tell_replaced(run: Run, session: Session, task: TaskState) -> None:
+    """After an epoch: tells of the task's samples that could not be decoded, when there are more than before."""
+    quarantine = task.stream.quarantine
+    count = sum(int(number) for number in run.world.collect(torch.tensor([len(quarantine)])))
+    if count > task.num_replaced:
+        session.reporter.replaced(task.meter.step, count, {str(sample): why for sample, why in quarantine.items()})
+    task.num_replaced = count

@@ -8,7 +8,7 @@ from fastcssl.learn.strategies.pnr import PnrConfig
 from fastcssl.train.build import Run
 
 
-def cautions(run: Run, sources: Mapping[str, str]) -> Iterator[str]:
+def startup_warnings(run: Run, sources: Mapping[str, str]) -> Iterator[str]:
     """`sources`: of each value of the configuration, by dotted key."""
     config, method = run.config, run.method
     if config.accumulate > 1 and method.in_batch:

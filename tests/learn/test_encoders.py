@@ -14,7 +14,7 @@ from torch import nn
 
 from fastcssl.cli import train as command
 from fastcssl.errors import UserError
-from fastcssl.learn import encoders, methods, nets
+from fastcssl.learn import encoder_file, encoders, methods
 from fastcssl.learn.encoder_file import EncoderFileError, load_encoder, save_encoder
 from fastcssl.learn.encoders import EncoderConfig
 from fastcssl.learn.memory import EmaCopy, FrozenCopy
@@ -153,7 +153,7 @@ def test_an_optimiser_takes_no_frozen_parameter(data: Path) -> None:
 def test_the_file_of_a_vit(tmp_path: Path) -> None:
     path, vit = tmp_path / "encoder", build_encoder(FROZEN, 0, 16)
     save_encoder(path, vit, FROZEN, {"size_px": "16"})
-    said = nets.describe_file(path)
+    said = encoder_file.describe_file(path)
     assert said["architecture"] == "vit-tiny-w32" and said["built_for_px"] == "16" and said["num_features"] == "32"
     loaded, x = load_encoder(path), torch.randn(2, 3, 16, 16)
     assert torch.equal(loaded(x), vit.eval()(x)) and loaded.size_px == 16
@@ -233,7 +233,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize(("name", "num_features"), FAMILIES.items())
 def test_torchvisions_models(name: str, num_features: int) -> None:
-    encoder = nets._blank(EncoderConfig(name=f"torchvision:{name}"), 64)
+    encoder = encoder_file._blank(EncoderConfig(name=f"torchvision:{name}"), 64)
     device = next(encoder.parameters()).device
     assert encoder.num_features == num_features and encoder.training
     assert encoder(torch.zeros(2, 3, 64, 64, device=device)).shape == (2, num_features)

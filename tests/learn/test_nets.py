@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fastcssl.distributed.world import World, synchronised
-from fastcssl.learn import nets
+from fastcssl.learn import encoder_file, nets
 from fastcssl.learn.encoder_file import EncoderFileError, load_encoder, save_encoder
 from fastcssl.learn.encoders import EncoderConfig
 from fastcssl.learn.nets import build_encoder, mlp, seeded
@@ -75,7 +75,7 @@ def says(words: list[str], error: type[Exception], call: Callable[[], object]) -
 @pytest.mark.parametrize("name, num_features", NUM_FEATURES.items())
 def test_shapes_of_every_name(name: str, num_features: int, stem: str) -> None:
     config = EncoderConfig(name=name, stem=stem)  # type: ignore[arg-type]
-    encoder = nets._blank(config).eval()
+    encoder = encoder_file._blank(config).eval()
     assert encoder.num_features == num_features
     assert encoder(torch.empty(3, 3, 40, 40, device="meta")).shape == (3, num_features)
     # As deep as torchvision's, and every channel count scaled alike.
@@ -297,7 +297,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["task0.safetensors"]
     own = {"architecture": "resnet18-w8", "stem": "cifar", "num_features": "64", "format_version": "1"}
     with safe_open(path, framework="pt") as file:
-        assert nets.describe_file(path) == file.metadata() == {**RUN, **own}
+        assert encoder_file.describe_file(path) == file.metadata() == {**RUN, **own}
 
 
 def test_equal_encoders_give_equal_files(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_torn_files(tmp_path: Path) -> None:
     header = 8 + int.from_bytes(content[:8], "little")
     for length in (0, 4, 8, 200, header, header + 64, len(content) - 1):
         torn.write_bytes(content[:length])
-        for read in (load_encoder, nets.describe_file):
+        for read in (load_encoder, encoder_file.describe_file):
             says([str(torn), "only a part", "again"], EncoderFileError, lambda read=read: read(torn))
     torn.write_bytes(content + b"x")
     says([str(torn), "not a safetensors file"], EncoderFileError, lambda: load_encoder(torn))
@@ -372,7 +372,7 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
     for as_zip in (True, False):
         torch.save(state, path, _use_new_zipfile_serialization=as_zip)
         says([str(path), "pickle", "safetensors"], EncoderFileError, lambda: load_encoder(path))
-        says([str(path), "pickle"], EncoderFileError, lambda: nets.describe_file(path))
+        says([str(path), "pickle"], EncoderFileError, lambda: encoder_file.describe_file(path))
 
 
 def test_files_that_do_not_hold_what_they_say(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_files_that_do_not_hold_what_they_say(tmp_path: Path) -> None:
     assert not differ(load_encoder(path), trained())
     refused(["does not say which encoder", "architecture", "load_state_dict"], state, None)
     refused(["lack architecture, stem, num_features"], state, {"format_version": "1"})
-    says(["lack architecture"], EncoderFileError, lambda: nets.describe_file(path))
+    says(["lack architecture"], EncoderFileError, lambda: encoder_file.describe_file(path))
     refused(["format '2'", "'1'"], state, {**good, "format_version": "2"})
     refused(["'vit_b_16'", "Known: resnet18"], state, {**good, "architecture": "vit_b_16"})
     refused(["stem 'patch'"], state, {**good, "stem": "patch"})

@@ -23,7 +23,7 @@ from fastcssl.learn.replay import Replay, choice
 from fastcssl.learn.strategies import Task, find
 from fastcssl.runs import checkpoint
 from fastcssl.train.build import Run
-from fastcssl.train.session import Session
+from fastcssl.train.watch import Decision, Watch
 
 
 @pytest.fixture(scope="session")
@@ -153,15 +153,15 @@ def test_a_run_stopped_in_any_task_goes_on_bit_for_bit(
     """Batches of 8, two a task: stopped between them, once in the second task and once in the third."""
     found = _tiny(strategy, method, batch_size=8)
     run(found, four_tasks, tmp_path / "whole")
-    watch, stops = Session.watch, {3, 5}
+    decide, stops = Watch.decide, {3, 5}
 
-    def interrupt(self: Session, step: int, terms: dict[str, torch.Tensor]) -> None:
-        watch(self, step, terms)
+    def interrupt(self: Watch, step: int, terms: dict[str, torch.Tensor], *, last: bool) -> Decision:
         if step in stops:
             stops.remove(step)
-            self.stop.requested = 15
+            self._stop.requested = 15
+        return decide(self, step, terms, last=last)
 
-    monkeypatch.setattr(Session, "watch", interrupt)
+    monkeypatch.setattr(Watch, "decide", interrupt)
     for _ in range(2):
         assert run(found, four_tasks, tmp_path / "run").status == "stopped"
     assert run(found, four_tasks, tmp_path / "run").status == "finished"

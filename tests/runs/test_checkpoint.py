@@ -91,7 +91,7 @@ def killed_in_a_write(folder: str) -> None:
 
 def test_killed_inside_a_write_it_goes_on_bit_identically(folder: Path) -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); import test_checkpoint as t; t.killed_in_a_write(sys.argv[2])"
-    command = [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(folder)]
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None and child.stdout.readline() == "in the middle\n"

@@ -14,7 +14,7 @@ from fastcssl.config.recipes import COMMAND_LINE, Recipe
 from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
 from fastcssl.train.build import Run
-from fastcssl.train.startup_warnings import cautions
+from fastcssl.train.startup_warnings import startup_warnings
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _said(found: Recipe, data: Path) -> list[str]:
     run = Run(found.config, data, World(), CPU)
     try:
-        return list(cautions(run, found.sources))
+        return list(startup_warnings(run, found.sources))
     finally:
         run.loader.close()
 

@@ -20,13 +20,14 @@ from torch import Tensor
 from fastcssl import ops
 from fastcssl.config.config import ExpectConfig
 from fastcssl.errors import Diverged, UserError
-from fastcssl.learn import nets
+from fastcssl.learn import encoder_file, nets
 from fastcssl.learn.encoders import EncoderConfig, untrained
 from fastcssl.learn.methods import BankConfig
 from fastcssl.learn.precision import strides_over_a_pixel
 from fastcssl.runs import checkpoint
 from fastcssl.runs.checkpoint import CheckpointError
-from fastcssl.train.session import Session
+from fastcssl.train.meter import Meter
+from fastcssl.train.watch import Decision, Watch
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +69,7 @@ def test_an_exported_encoder_is_torchvisions(tmp_path: Path, two_tasks: Path) ->
     model.fc = torch.nn.Identity()
     model.load_state_dict(load_file(path), strict=True)
     image = torch.randn(1, 3, 32, 32)
-    assert torch.equal(model.eval()(image), nets.load_encoder(path)(image))
+    assert torch.equal(model.eval()(image), encoder_file.load_encoder(path)(image))
 
 
 def test_joint_training_is_one_task_of_all_images(tmp_path: Path, two_tasks: Path) -> None:
@@ -99,13 +100,13 @@ def test_banks_at_the_start_of_a_task(
     filled: list[list[int]] = []
     found = tiny(epochs=1)
     method = dataclasses.replace(found.config.method, bank=BankConfig(size=64, at_task_start=at_task_start))
-    begin = Session.parity_probe
+    begin = Meter.__init__
 
-    def look(self: Session, run_: Any) -> Any:  # called once a task, after the banks were renewed
+    def look(self: Meter, run_: Any, *rest: Any) -> None:  # called once a task, after the banks were renewed
         filled.append([int(bank.filled) for bank in (*run_.method.banks, *run_.strategy.banks)])
-        return begin(self, run_)
+        begin(self, run_, *rest)
 
-    monkeypatch.setattr(Session, "parity_probe", look)
+    monkeypatch.setattr(Meter, "__init__", look)
     found = dataclasses.replace(found, config=dataclasses.replace(found.config, method=method))
     run(found, two_tasks, tmp_path / "run")
     # Two batches of 16 in task 0; a prefill of the 32 images that whole batches hold.
@@ -235,13 +236,13 @@ def test_pn1_needs_negatives(tmp_path: Path, two_tasks: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_with_a_saved_state(
     tmp_path: Path, two_tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = Session.watch
+    decide = Watch.decide
 
-    def poison(self: Session, step: int, terms: dict[str, torch.Tensor]) -> None:
-        watch(self, step, {k: v * float("nan") if step == 3 else v for k, v in terms.items()})
+    def poison(self: Watch, step: int, terms: dict[str, torch.Tensor], *, last: bool) -> Decision:
+        return decide(self, step, {k: v * float("nan") if step == 3 else v for k, v in terms.items()}, last=last)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "watch", poison)
+        patch.setattr(Watch, "decide", poison)
         with pytest.raises(Diverged, match=r"not finite at step 3 \(loss nan\).*failed-step-00000003"):
             run(tiny("moco", "finetune"), two_tasks, tmp_path / "run")
     assert (tmp_path / "run/checkpoints/failed-step-00000003.pt").is_file()
@@ -296,15 +297,15 @@ def test_a_signal_saves_and_stops_and_the_next_start_goes_on(
     tmp_path: Path, two_tasks: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     whole = run(tiny(), two_tasks, tmp_path / "whole")
-    watch = Session.watch
+    decide = Watch.decide
 
-    def interrupt(self: Session, step: int, terms: dict[str, torch.Tensor]) -> None:
-        watch(self, step, terms)
+    def interrupt(self: Watch, step: int, terms: dict[str, torch.Tensor], *, last: bool) -> Decision:
         if step == 5:
             os.kill(os.getpid(), number)
+        return decide(self, step, terms, last=last)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "watch", interrupt)
+        patch.setattr(Watch, "decide", interrupt)
         outcome = run(tiny(), two_tasks, tmp_path / "run")
     assert (outcome.status, outcome.signal) == ("stopped", number)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")[:5]

@@ -1,0 +1,89 @@
+"""Where a run starts: at its beginning, at its own newest checkpoint, or from another run's finished task."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastcssl.config.upgrades import implied
+from fastcssl.errors import UserError
+from fastcssl.runs.checkpoint import Found, latest, load, refuse_changed
+from fastcssl.runs.layout import RunFolder, adopt_encoders, start_of
+from fastcssl.runs.log import TaskReport
+from fastcssl.train.build import Run
+from fastcssl.train.state import Position
+
+_OWN_TO_A_STRATEGY = ("strategy", "online_probe", "probe_lr")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Start:
+    """`state` is None at the beginning of a run."""
+
+    position: Position = field(default_factory=Position)
+    state: dict[str, Any] | None = None
+    tasks: tuple[TaskReport, ...] = ()  # that were finished before
+    warnings: tuple[str, ...] = ()
+
+    def inside(self, index: int) -> bool:
+        """Returns whether the run continues in the middle of this task."""
+        return self.state is not None and index == self.position.task and not self.position.ended
+
+
+def find_start(run: Run, folder: RunFolder, data: Path, start_from: str | None) -> Start:
+    """Returns the newest whole checkpoint of this run; failing that, the state of the run that it starts from."""
+    leads = run.world.rank == 0
+    found: Found | None = latest(folder.checkpoints) if leads else None
+    warnings = found.warnings if found else ()
+    name = run.world.share(found.path.name if found else "")
+    current, unsaid = run.config.identity(), implied(run.config)
+    if name:
+        path = folder.checkpoints / name
+        state = found.state if found else load(path)
+        refuse_changed(state["config"], current, path, unsaid)
+    elif start_from is not None:
+        path = start_of(start_from)
+        state = load(path)
+        refuse_changed(_shared(state["config"]), _shared(current), path, unsaid)
+    else:
+        return Start(warnings=warnings)
+    if state["manifest"] != run.manifest_sha256:
+        raise UserError(
+            f"{data} is not the data that {path} was trained on: its manifest has changed. Give the same "
+            "data, or start over with another --out."
+        )
+    if not name and leads:
+        adopt_encoders(path, folder.root)
+    return Start(
+        position=Position(**state["position"]),
+        state=state,
+        tasks=tuple(TaskReport(**report) for report in state["tasks"]),
+        warnings=warnings,
+    )
+
+
+def _shared(identity: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a run has in common with one of another strategy that starts from it."""
+    return {key: value for key, value in identity.items() if key not in _OWN_TO_A_STRATEGY}
+
+
+def restore(run: Run, start: Start) -> None:
+    """Puts the values of a checkpoint into what was built for the run."""
+    if start.state is None:
+        return
+    # Shapes first, then values; the frozen copy made here is replaced by the one of the checkpoint.
+    task = run.task(start.position.task)
+    run.strategy.begin_task(task, run.method)
+    run.load_method(start.state)
+    saved = start.state["config"]["strategy"]
+    same = saved == {key: value for key, value in run.config.identity()["strategy"].items() if key in saved}
+    if same and start.state["strategy_name"] == run.strategy.name:
+        run.load_strategy(start.state)
+    else:
+        # From another strategy's run: ours learns from the finished task what it needs to know.
+        run.strategy.begin_task(task, run.method)
+        run.strategy.end_task(task, run.method)
+    ranks = start.state["rng"]
+    if run.world.rank < len(ranks):
+        torch.set_rng_state(ranks[run.world.rank])
