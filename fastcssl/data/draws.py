@@ -72,6 +72,23 @@ class Draw(IntEnum):
     RATIO = 14
 
 
+class Reserved(IntEnum):
+    """Every epoch number that no training epoch has, and every view number that no policy has.
+
+    A pass over data beside the training draws its views anew: its epoch is one of these, plus the number of the task. A
+    choice of samples draws under a view of these. Renumbering changes every run.
+    """
+
+    PREFILL_EPOCH = 1 << 20  # banks are filled at the start of a task
+    REPLAY_EPOCH = 1 << 21  # earlier samples are seen again
+    STORE_EPOCH = 1 << 22  # embeddings are stored at the end of a task
+    FISHER_EPOCH = 1 << 23  # weights are judged at the end of a task
+    ORDER_VIEW = 1 << 32  # the order of the samples
+    REPLACEMENT_VIEW = (1 << 32) + 1  # what stands in for a sample that cannot be decoded
+    SUBSET_VIEW = (1 << 32) + 2  # the samples of a probe that takes a share
+    CHOICE_VIEW = (1 << 32) + 3  # the samples that are replayed
+
+
 NUM_TRIES = 10  # as in torchvision
 DRAWS_PER_VIEW = 64
 

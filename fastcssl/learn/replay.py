@@ -17,15 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastcssl.data.draws import uniform
+from fastcssl.data.draws import Reserved, uniform
 from fastcssl.data.loader import Batch
 from fastcssl.data.prepared import Selection
 from fastcssl.learn.methods import Inputs
 from fastcssl.learn.strategies import Task
-
-# Epoch numbers that no training epoch has, one a task: their views are drawn anew. train.py has 1 << 20.
-REPLAY_EPOCH, STORE_EPOCH, FISHER_EPOCH = 1 << 21, 1 << 22, 1 << 23
-_CHOICE_VIEW = (1 << 32) + 3  # a view number that no policy has: the draws behind the choice
 
 Ids = npt.NDArray[np.int64]
 
@@ -33,7 +29,7 @@ Ids = npt.NDArray[np.int64]
 def choice(task: Task, tasks: tuple[int, ...], budget: int, seed: int) -> Ids:
     """The ids that are kept of these tasks, sorted."""
     id_S = task.open(Selection(tasks=tasks, order="endless")).ids
-    draw_S = uniform(seed, 0, id_S, np.zeros(len(id_S), np.int64), _CHOICE_VIEW, 0)
+    draw_S = uniform(seed, 0, id_S, np.zeros(len(id_S), np.int64), Reserved.CHOICE_VIEW, 0)
     return np.sort(id_S[np.argsort(draw_S, kind="stable")[:budget]])
 
 
@@ -62,7 +58,7 @@ class Replay:
     @property
     def epoch(self) -> int:
         assert self._task is not None
-        return REPLAY_EPOCH + self._task.index
+        return Reserved.REPLAY_EPOCH + self._task.index
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def next(self, like: Inputs) -> Inputs:

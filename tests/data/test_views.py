@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fastcssl.data.draws import NO_SOLARIZE, Drawn, draw_views
+from fastcssl.data.draws import NO_SOLARIZE, Drawn, Reserved, draw_views
 from fastcssl.data.policies import EXTRAPOLATED, NAMED, POLICIES, pair, plain_view, policy
 from fastcssl.data.views import Policy, ViewSpec, with_min_scale, with_normalisation, with_size
 
@@ -148,3 +148,14 @@ def test_bad_specs_are_refused(changes: dict[str, object], says: str) -> None:
 
 def test_lists_become_tuples() -> None:
     assert hash(replace(PLAIN, scale=[0.08, 1.0])) == hash(PLAIN)  # type: ignore[arg-type]
+
+
+def test_reserved_counters_keep_their_numbers() -> None:
+    """They define runs; and a task's number, added to an epoch of these, must not reach the next."""
+    epochs = [number for number in Reserved if number.name.endswith("_EPOCH")]
+    views = [number for number in Reserved if number.name.endswith("_VIEW")]
+    assert [number.name for number in epochs] == ["PREFILL_EPOCH", "REPLAY_EPOCH", "STORE_EPOCH", "FISHER_EPOCH"]
+    assert [*epochs] == [1 << 20, 1 << 21, 1 << 22, 1 << 23]
+    assert [number.name for number in views] == ["ORDER_VIEW", "REPLACEMENT_VIEW", "SUBSET_VIEW", "CHOICE_VIEW"]
+    assert [*views] == [(1 << 32) + offset for offset in range(4)]
+    assert len(Reserved.__members__) == len(epochs) + len(views)

@@ -14,12 +14,12 @@ from test_losses import assert_same, barlow_formula, contrast_formula, cosine_fo
 from torch import Tensor
 from torch.nn import functional
 
+from fastcssl.data.draws import Reserved
 from fastcssl.data.prepared import Selection
 from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
 from fastcssl.learn import methods, strategies
 from fastcssl.learn.methods import Embeddings, Inputs
-from fastcssl.learn.replay import FISHER_EPOCH, REPLAY_EPOCH, STORE_EPOCH
 
 N, D = 6, 5
 LABEL = torch.tensor([0, 1, 0, 2, 1, 0])
@@ -241,7 +241,7 @@ def test_ewc_by_hand(lab: Any) -> None:
     weights = dict(online.named_parameters())
     squares = {name: torch.zeros_like(p) for name, p in weights.items()}
     seen = 0
-    for batch in task.open(Selection(tasks=task.tasks)).epoch(FISHER_EPOCH):
+    for batch in task.open(Selection(tasks=task.tasks)).epoch(Reserved.FISHER_EPOCH):
         made.step.zero_grad()
         made.method.loss(
             made.method(Inputs(views=tuple(v.double() for v in batch.views), label=batch.label, id=batch.id))
@@ -291,8 +291,8 @@ def replayed(lab: Lab, number: int) -> Inputs:
     """Batch `number` of the second task's replay, from the loader itself."""
     ids = lab.strategy.replay.id_B.numpy()  # type: ignore[union-attr]
     stream = lab.loader.open(Selection(tasks=(0,), ids=ids, order="endless"))
-    stream.load_state_dict(stream.state_dict() | {"epoch": REPLAY_EPOCH + 1, "batch": number})
-    batch = next(stream.epoch(REPLAY_EPOCH + 1))
+    stream.load_state_dict(stream.state_dict() | {"epoch": Reserved.REPLAY_EPOCH + 1, "batch": number})
+    batch = next(stream.epoch(Reserved.REPLAY_EPOCH + 1))
     return Inputs(views=tuple(v.double() for v in batch.views), label=batch.label.clone(), id=batch.id.clone())
 
 
@@ -316,7 +316,7 @@ def test_what_der_stores_is_the_end_of_the_task_in_eval_mode(lab: Any) -> None:
     made = lab("byol", "der", strategy_config={"budget": 10})
     ids = made.strategy.replay.id_B
     stream = made.loader.open(Selection(tasks=(0,), ids=ids.numpy(), order="endless"))
-    batch = next(stream.epoch(STORE_EPOCH))
+    batch = next(stream.epoch(Reserved.STORE_EPOCH))
     made.method.eval()
     z = made.method.online(batch.views[0].double())[1].detach()
     rows = torch.searchsorted(ids, batch.id)

@@ -14,8 +14,9 @@ from small_runs import losses, prepared, run, tiny
 
 from fastcssl.config.recipes import Recipe
 from fastcssl.data.loader import Loader, LoaderConfig
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared, Selection
-from fastcssl.data.views import policy, with_size
+from fastcssl.data.views import with_size
 from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
 from fastcssl.learn.methods import Inputs

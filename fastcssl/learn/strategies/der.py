@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastcssl.data.draws import Reserved
 from fastcssl.data.prepared import Selection
 from fastcssl.learn.methods import Inputs, Method, Setting
 from fastcssl.learn.nets import mode
-from fastcssl.learn.replay import STORE_EPOCH, Ids, Replay, as_inputs, check_budget, choice
+from fastcssl.learn.replay import Ids, Replay, as_inputs, check_budget, choice
 from fastcssl.learn.strategies import Strategy, StrategyConfig, Task
 
 
@@ -118,7 +119,7 @@ class Der(Strategy):
         with (
             mode(method.online, training=False),
             torch.autocast(setting.device.type, setting.amp_dtype, enabled=setting.amp_dtype is not None),
-            closing(stream.epoch(STORE_EPOCH + task.index)) as batches,  # type: ignore[type-var]
+            closing(stream.epoch(Reserved.STORE_EPOCH + task.index)) as batches,  # type: ignore[type-var]
         ):
             for batch in batches:
                 _, z_ND = method.online(as_inputs(batch, like.dtype).views[0])

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastcssl.data.draws import Reserved
 from fastcssl.data.prepared import Selection
 from fastcssl.learn.methods import Inputs, Method, Setting
 from fastcssl.learn.nets import mode
-from fastcssl.learn.replay import FISHER_EPOCH, as_inputs
+from fastcssl.learn.replay import as_inputs
 from fastcssl.learn.step import micro_batches
 from fastcssl.learn.strategies import Strategy, StrategyConfig, Task
 
@@ -102,7 +103,7 @@ class Ewc(Strategy):
         with (
             _undisturbed(method, self.setting.device),
             mode(method, training=True),
-            closing(stream.epoch(FISHER_EPOCH + task.index)) as batches,  # type: ignore[type-var]
+            closing(stream.epoch(Reserved.FISHER_EPOCH + task.index)) as batches,  # type: ignore[type-var]
         ):
             for batch in islice(batches, num_batches):
                 gradient_P = self._gradient(method, weights, as_inputs(batch, weights[0].dtype))
