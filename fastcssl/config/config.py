@@ -8,11 +8,15 @@ import enum
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from dataprep.suggest import nearest
 from fastcssl.config.probe_plan import ProbePlan
 from fastcssl.data.loader import Augment
-from fastcssl.data.views import Policy, policy, with_min_scale, with_size
+from fastcssl.data.policies import NAMED, NamedPolicy, policy
+from fastcssl.data.views import Family, Policy, with_min_scale, with_size
+from fastcssl.errors import UserError
+from fastcssl.learn import methods, strategies
 from fastcssl.learn.encoders import EncoderConfig
 from fastcssl.learn.methods import MethodConfig
 from fastcssl.learn.optim import OptimConfig
@@ -34,8 +38,10 @@ class ExpectConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewsConfig:
-    policy: str = "pnr-moco-imagenet"  # AUTHORS-METHOD-FAMILY: cassle or pnr, cifar or imagenet
-    size_px: int | None = None  # side of a view; None: the policy's
+    """How images are seen."""
+
+    policy: str = "pnr-moco-imagenet"  # AUTHORS-METHOD-FAMILY: cassle or pnr, cifar or imagenet; or METHOD-FAMILY
+    size_px: int | None = None  # side of a view, other sizes in proportion to the first; None: the policy's
     min_scale: float | None = None  # least share of the image that a crop shows; None: the policy's
 
     def __post_init__(self) -> None:
@@ -45,14 +51,30 @@ class ViewsConfig:
             raise ValueError(f"views.size_px is {self.size_px}; give at least 1.")
 
     def views(self) -> Policy:
-        views = policy(self.policy)
+        """Returns the views that an image is trained with."""
+        views = named_policy(self.policy).views
         views = views if self.size_px is None else with_size(views, self.size_px)
         return views if self.min_scale is None else with_min_scale(views, self.min_scale)
 
     def probe_view(self) -> Policy:
-        """How images are seen when they are only embedded."""
-        family = "cifar" if self.policy.endswith("cifar") else "imagenet"
-        return with_size(policy(f"probe-val-{family}"), self.views()[0].size_px)
+        """Returns the one view of images that are only embedded, as large as the first view of training."""
+        return with_size(policy(f"probe-val-{named_policy(self.policy).family}"), self.views()[0].size_px)
+
+
+def named_policy(name: str) -> NamedPolicy:
+    """Returns the authors' policy of this name or, for METHOD-FAMILY, the one that the method declares itself."""
+    if name in NAMED:
+        return NAMED[name]
+    own: dict[str, tuple[str, Family]] = {
+        f"{method}-{family}": (method, family) for method in methods.names() for family in get_args(Family)
+    }
+    if name not in own:
+        raise ValueError(f"There is no view policy {name!r}. {nearest(name, (*NAMED, *own))}")
+    method, family = own[name]
+    views = tuple(methods.find(method).views(family))
+    if not views:
+        raise UserError(f"The method {method} declares no view of {family} images. Let its views() return one or more.")
+    return NamedPolicy(views=views, family=family)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +134,30 @@ class Config:
                 raise ValueError(f"{key} is {getattr(self, key)}; give at least {least}.")
         if not 0 < self.probe_lr < math.inf:
             raise ValueError(f"probe_lr is {self.probe_lr}; it must be finite and above 0.")
-        self.views.views()
+        self._check_views()
         ProbePlan.parse(self.online_probe)
+
+    def _check_views(self) -> None:
+        """Raises UserError unless the policy has as many views as the method and the strategy take."""
+        method, strategy = methods.method_of(self.method), strategies.strategy_of(self.strategy)
+        name, count = self.views.policy, len(self.views.views())
+        own = f"{method.name}-{named_policy(name).family}"
+        of_method = f"Use --views.policy {own}." if name != own else "Let its num_views and its views() agree."
+        of_strategy = f"Use a --views.policy of {strategy.num_views} views, or another strategy, such as finetune."
+        for part, remedy in ((method, of_method), (strategy, of_strategy)):
+            if part.num_views not in (None, count):
+                raise UserError(
+                    f"{part.name} takes exactly {part.num_views} views of an image, but the policy {name} has {count}. "
+                    f"{remedy}"
+                )
 
     @property
     def probe(self) -> ProbePlan:
+        """Returns when and how the encoder is probed while it trains."""
         return ProbePlan.parse(self.online_probe)
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree on to be continued."""
+        """Returns what a checkpoint must agree on to be continued."""
         values: dict[str, Any] = plain(self)
         del values["run"]
         # A clean probe only looks; the references' changes the running statistics.
@@ -131,7 +168,7 @@ class Config:
 
 
 def plain(config: Any) -> Any:
-    """Nested dictionaries, lists, strings and numbers, for JSON and checkpoints."""
+    """Returns nested dictionaries, lists, strings and numbers, for JSON and checkpoints."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, (list, tuple)):

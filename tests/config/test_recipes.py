@@ -10,10 +10,9 @@ import pytest
 
 from fastcssl.cli.train import parsed
 from fastcssl.config import recipes
-from fastcssl.config.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, Recipe, flat, recipe
+from fastcssl.config.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, flat, recipe
 from fastcssl.errors import UserError
 from fastcssl.learn import methods, strategies
-from fastcssl.learn.methods import MethodConfig
 
 SETTINGS = ("matched", "published")
 METHODS = ("moco", "simclr", "barlow", "byol", "vicreg", "supcon")
@@ -338,23 +337,6 @@ def test_unknown_words_name_the_nearest() -> None:
         recipe("demo", "mocco", "pnr")
     with pytest.raises(ValueError, match=r"no strategy 'casle'. Did you mean 'cassle'"):
         recipe("demo", "moco", "casle")
-
-
-def test_a_plug_in_starts_from_its_own_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-    class MineConfig(MethodConfig):
-        sharpness: float = 3.0
-
-    class Mine:
-        Config = MineConfig
-
-    find = methods.find
-    monkeypatch.setattr(methods, "find", lambda name: Mine if name == "mine" else find(name))
-    made: Recipe = recipe("cifar100-class5", "mine", "cassle")
-    assert made.config.method == MineConfig()
-    assert made.config.views.policy == "pnr-moco-cifar"
-    assert made.sources["method.sharpness"] == made.sources["views.policy"] == OURS
-    assert made.config.epochs == 500
 
 
 def test_listing_needs_no_torch() -> None:

@@ -158,9 +158,10 @@ def _borrowed(source: str, data: Data, method: str) -> str:
 
 
 def _views(method: str, authors: Authors, family: Family) -> tuple[str, str]:
+    """Returns the name of a policy and its source: the authors', or the one that the method declares itself."""
     name = f"{authors}-{method}-{family}"
-    if name not in NAMED:  # a plug-in's
-        return f"pnr-moco-{family}", OURS
+    if name not in NAMED:
+        return f"{method}-{family}", OURS
     return name, OURS if name in EXTRAPOLATED else SCRIPT[authors]
 
 

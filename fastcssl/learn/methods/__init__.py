@@ -2,7 +2,7 @@
 
 N samples on this rank, G over all ranks, D embedding width, F feature width, K bank rows, M rows of a loss.
 
-A method turns two views into `Embeddings` (`forward`) and those into a scalar (`loss`). A strategy may ask it how to
+A method turns views into `Embeddings` (`forward`) and those into a scalar (`loss`). A strategy may ask it how to
 pull a prediction to a frozen embedding (`align`) or push it from one (`repel`), both in the method's own units. A
 contrastive method also shows the rows of its loss (`rows`): a strategy stacks its own under them and sweeps once.
 
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fastcssl import ops
+from fastcssl.data.policies import pair
+from fastcssl.data.views import Family, Policy
 from fastcssl.distributed.world import World, synchronised
 from fastcssl.learn.memory import AtTaskStart, Bank, Copy, Initial
 from fastcssl.learn.nets import Online
@@ -94,26 +96,9 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodConfig:
-    """What every method has."""
-
-    hidden: int = 2048  # width of the projector's hidden layer
-    dim: int = 128  # width of the embedding
-
-    def __post_init__(self) -> None:
-        for key in ("hidden", "dim"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"method.{key} is {getattr(self, key)}; give a width of at least 1.")
-        for key in ("temperature", "align_temperature"):  # of those that have them
-            if not 0 < getattr(self, key, 1.0) < math.inf:
-                raise ValueError(f"method.{key} is {getattr(self, key)}; give a number above 0.")
-        for key in ("ema_base", "ema_final"):
-            if not 0 <= getattr(self, key, 1.0) <= 1:
-                raise ValueError(f"method.{key} is {getattr(self, key)}; give a share from 0 to 1.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BankConfig:
+    """The keys that a method keeps of earlier batches."""
+
     size: int = 65536  # rows; the "queue size" of the papers
     at_task_start: AtTaskStart = "keep"  # prefill: with embeddings of the new task's images
     initial: Initial = "empty"  # random: full of random directions, as in the references
@@ -122,6 +107,38 @@ class BankConfig:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"method.bank.size is {self.size}; give at least one row, and at least the batch size.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodConfig:
+    """What every method has. One with fields of its own checks them in its own `__post_init__`, after this one."""
+
+    hidden: int = 2048  # width of the projector's hidden layer
+    dim: int = 128  # width of the embedding
+
+    def __post_init__(self) -> None:
+        for key, width in (("hidden", self.hidden), ("dim", self.dim)):
+            if width < 1:
+                raise ValueError(f"method.{key} is {width}; give a width of at least 1.")
+
+    @property
+    def bank(self) -> BankConfig | None:
+        """Returns the settings of its banks, or None: a method that keeps keys has a field of this name."""
+        return None
+
+
+def check_temperatures(**values: float) -> None:
+    """Raises ValueError unless all of these settings of a method are finite and above 0."""
+    for key, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"method.{key} is {value}; give a number above 0.")
+
+
+def check_ema(**values: float) -> None:
+    """Raises ValueError unless all of these weights of a slow copy are from 0 to 1."""
+    for key, value in values.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"method.{key} is {value}; give a share from 0 to 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +159,8 @@ class Method(nn.Module):
     contrastive: ClassVar[bool] = False  # it has rows
     in_batch: ClassVar[bool] = False  # its loss couples the samples of a batch, so smaller batches change it
     supervised: ClassVar[bool] = False  # it reads labels
+    predictive: ClassVar[bool] = False  # it predicts embeddings; CaSSLe's release then speeds its predictor up
+    num_views: ClassVar[int | None] = None  # that its loss takes; None: any number
 
     def __init__(self, encoder: nn.Module, projector: nn.Module, setting: Setting, *, normalise: bool = False) -> None:
         super().__init__()
@@ -150,8 +169,17 @@ class Method(nn.Module):
         self.banks: tuple[Bank, ...] = ()  # one a view, for methods that keep keys
         self.copies: dict[str, Copy] = {}  # everything outside the module that a checkpoint must hold
 
+    @classmethod
+    def views(cls, family: Family) -> Policy:
+        """Returns how it sees images of this family, where the authors' tables do not know it: any number of views.
+
+        Each view has a size of its own. The policy's name is METHOD-FAMILY, such as --views.policy mine-imagenet.
+        """
+        return pair(family)
+
     @abstractmethod
-    def forward(self, inputs: Inputs) -> Embeddings: ...
+    def forward(self, inputs: Inputs) -> Embeddings:
+        """Returns the embeddings of a batch, one for each view."""
 
     @abstractmethod
     def loss(self, e: Embeddings) -> Tensor:

@@ -29,6 +29,7 @@ class Barlow(Method):
     name = "barlow"
     Config = BarlowConfig
     config: BarlowConfig
+    num_views = 2
     in_batch = True
 
     def __init__(self, config: BarlowConfig, encoder: nn.Module, setting: Setting) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastcssl.distributed.world import synchronised
 from fastcssl.learn.losses import cosine_distance
 from fastcssl.learn.memory import EmaCopy
-from fastcssl.learn.methods import Embeddings, Inputs, Method, MethodConfig, Setting, ema_momentum
+from fastcssl.learn.methods import Embeddings, Inputs, Method, MethodConfig, Setting, check_ema, ema_momentum
 from fastcssl.learn.nets import mlp, seeded
 
 
@@ -24,11 +24,17 @@ class ByolConfig(MethodConfig):
     ema_base: float = 0.99  # of the slow network, at the start of a task
     ema_final: float = 1.0  # and at its end
 
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        check_ema(ema_base=self.ema_base, ema_final=self.ema_final)
+
 
 class Byol(Method):
     name = "byol"
     Config = ByolConfig
     config: ByolConfig
+    predictive = True
+    num_views = 2
 
     def __init__(self, config: ByolConfig, encoder: nn.Module, setting: Setting) -> None:
         with seeded(setting.seed, "projector"):

@@ -20,6 +20,8 @@ from fastcssl.learn.methods import (
     MethodConfig,
     Rows,
     Setting,
+    check_ema,
+    check_temperatures,
     contrast,
     ema_momentum,
 )
@@ -34,11 +36,17 @@ class MocoConfig(MethodConfig):
     ema_final: float = 0.999  # and at its end
     bank: BankConfig = field(default_factory=BankConfig)
 
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        check_temperatures(temperature=self.temperature, align_temperature=self.align_temperature)
+        check_ema(ema_base=self.ema_base, ema_final=self.ema_final)
+
 
 class Moco(Method):
     name = "moco"
     Config = MocoConfig
     config: MocoConfig
+    num_views = 2
     contrastive = True
 
     def __init__(self, config: MocoConfig, encoder: nn.Module, setting: Setting) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcssl.learn.losses import symmetric_contrast, unit
-from fastcssl.learn.methods import Embeddings, Inputs, Method, MethodConfig, Rows, Setting, contrast
+from fastcssl.learn.methods import Embeddings, Inputs, Method, MethodConfig, Rows, Setting, check_temperatures, contrast
 from fastcssl.learn.nets import mlp, seeded
 
 
@@ -20,11 +20,16 @@ class SimclrConfig(MethodConfig):
     temperature: float = 0.2  # of the loss
     align_temperature: float = 0.2  # of the pull to the frozen network
 
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        check_temperatures(temperature=self.temperature, align_temperature=self.align_temperature)
+
 
 class Simclr(Method):
     name = "simclr"
     Config = SimclrConfig
     config: SimclrConfig
+    num_views = 2
     contrastive = True
     in_batch = True
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fastcssl.data.policies import policy
+from fastcssl.data.views import Family, Policy
 from fastcssl.learn.losses import mean_squared, vicreg
 from fastcssl.learn.methods import Embeddings, Inputs, Method, MethodConfig, Setting
 from fastcssl.learn.nets import mlp, seeded
@@ -30,6 +32,7 @@ class Vicreg(Method):
     name = "vicreg"
     Config = VicregConfig
     config: VicregConfig
+    num_views = 2
     in_batch = True
 
     def __init__(self, config: VicregConfig, encoder: nn.Module, setting: Setting) -> None:
@@ -37,6 +40,11 @@ class Vicreg(Method):
             projector = mlp((encoder.num_features, config.hidden, config.hidden, config.dim), norm=True)  # type: ignore[arg-type]
         super().__init__(encoder, projector, setting)
         self.config = config
+
+    @classmethod
+    def views(cls, family: Family) -> Policy:
+        """Returns the authors' two views: both alike, larger crops than other methods'."""
+        return policy(f"pnr-vicreg-{family}")
 
     def forward(self, inputs: Inputs) -> Embeddings:
         h, z = zip(*(self.online(view) for view in inputs.views), strict=True)

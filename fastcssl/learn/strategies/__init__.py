@@ -44,7 +44,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyConfig:
-    """What every strategy has: nothing."""
+    """What every strategy has: nothing. One with fields checks them in its own `__post_init__`."""
+
+    @property
+    def budget(self) -> int | None:
+        """Returns how many samples of earlier tasks it keeps, or None: one that replays has a field of this name."""
+        return None
 
 
 class Strategy(nn.Module):
@@ -52,6 +57,7 @@ class Strategy(nn.Module):
     Config: ClassVar[type[StrategyConfig]]
     union: ClassVar[bool] = False  # all tasks are trained as one
     replays: ClassVar[bool] = False  # it reads a second stream while a task is trained
+    num_views: ClassVar[int | None] = None  # that its terms take; None: as many as the method
 
     def __init__(self, config: StrategyConfig, setting: Setting) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class Cassle(Distilling):
 
     def lr_scale(self, method: Method) -> float:
         # The release's "predictive" distiller, BYOL's, speeds g up when its loss is weighted down.
-        return 1 / self.config.weight if method.name == "byol" and 0 < self.config.weight < 1 else 1.0
+        return 1 / self.config.weight if method.predictive and 0 < self.config.weight < 1 else 1.0
 
 
 STRATEGY = Cassle

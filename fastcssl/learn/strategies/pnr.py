@@ -53,6 +53,7 @@ class Pnr(Distilling):
     name = "pnr"
     Config = PnrConfig
     config: PnrConfig
+    num_views = 2  # each is told from the frozen embedding of the other
 
     @classmethod
     def check(cls, config: StrategyConfig, method: type[Method]) -> None:
