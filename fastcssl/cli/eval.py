@@ -115,7 +115,7 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
     from fastcssl.api import PATIENCE_S, evaluate_runs
     from fastcssl.distributed.world import connected
     from fastcssl.evaluate import downstream
-    from fastcssl.evaluate.options import Interrupted, Request
+    from fastcssl.evaluate.options import EvaluationInterrupted, Request
     from fastcssl.evaluate.scoreboard import Scoreboard, summary
     from fastcssl.learn.encoders import EncoderConfig
 
@@ -160,7 +160,7 @@ def _evaluate(options: Options, words: list[str], console: Console) -> int:
                 command=shlex.join([PROG, *words]),
                 progress=board,
             )
-    except Interrupted as interrupted:
+    except EvaluationInterrupted as interrupted:
         console.print(Text(str(interrupted), "yellow"))
         return after_signal(interrupted.signal)
     console.print(summary(found))

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Status = Literal["ok", "note", "failed"]
+FindingStatus = Literal["ok", "note", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     name: str
-    status: Status
+    status: FindingStatus
     text: str  # a sentence, or a few words
     remedy: str = ""
 

@@ -7,7 +7,7 @@ from dataprep.manifest import manifest_path, sha256_of
 from fastcssl.data.prepared import Prepared
 from fastcssl.errors import UserError
 from fastcssl.evaluate import downstream, scopes
-from fastcssl.evaluate.options import Evaluated, Machine, Progress, Request
+from fastcssl.evaluate.options import Evaluated, ProbeMachine, Progress, Request
 from fastcssl.evaluate.probe_pass import SideBySide
 from fastcssl.evaluate.probes import ProbeViews
 from fastcssl.evaluate.targets import Target, unmatched
@@ -20,13 +20,13 @@ _CIFAR_BATCH, _BATCH = 128, 256  # of the linear probe: paper, table 16
 def evaluate(
     targets: Sequence[Target],
     request: Request,
-    machine: Machine | None = None,
+    machine: ProbeMachine | None = None,
     *,
     references: Sequence[Target] = (),
     progress: Progress | None = None,
 ) -> list[Evaluated]:
     """All ranks call it alike; rank 0 writes. The outcomes are of the targets, in their order."""
-    machine, progress = machine or Machine(), progress or Progress()
+    machine, progress = machine or ProbeMachine(), progress or Progress()
     folders = {target.folder.resolve() for target in targets}
     others = [target for target in references if target.folder.resolve() not in folders]
     for strange in unmatched(targets, others):
@@ -83,15 +83,15 @@ def _by_views(
     for target in targets:
         if name:
             recipe = downstream.recipe_of(name, data.manifest.source.kind, where)
-            views = target.look.views(size_px=request.size_px or recipe.size_px, crop=recipe.crop)
+            views = target.style.views(size_px=request.size_px or recipe.size_px, crop=recipe.crop)
             batch_size = recipe.batch_size
         else:
             own = target.data
             if request.data is None and own is not None and manifest_path(own).resolve() != where:
                 continue
             _check_classes(target, data, where, sha256)
-            views = target.look.views(size_px=request.size_px)
-            batch_size = _CIFAR_BATCH if target.look.family == "cifar" else _BATCH
+            views = target.style.views(size_px=request.size_px)
+            batch_size = _CIFAR_BATCH if target.style.family == "cifar" else _BATCH
         groups.setdefault((views, batch_size), []).append(target)
     return [(views, batch_size, members) for (views, batch_size), members in groups.items()]
 

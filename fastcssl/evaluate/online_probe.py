@@ -25,7 +25,7 @@ from fastcssl.data.views import Policy
 from fastcssl.distributed.world import World
 from fastcssl.evaluate.features import Features, embed, features, finite, top1
 from fastcssl.evaluate.probes.cached import fit_linear
-from fastcssl.evaluate.probes.knn import Metric, knn
+from fastcssl.evaluate.probes.knn import KnnMetric, knn
 from fastcssl.evaluate.scopes import SUBSET_VIEW
 from fastcssl.learn.nets import mode, seeded
 from fastcssl.learn.optim import OptimConfig, build_optimizer, lr_at, set_lr
@@ -114,7 +114,7 @@ def probe(
     view: Policy,
     tasks: tuple[int, ...] | None = None,
     k: int = 20,
-    metric: Metric = "cosine",
+    metric: KnnMetric = "cosine",
     max_train: int | None = MAX_TRAIN,
     amp_dtype: torch.dtype | None = None,
     world: World | None = None,

@@ -8,7 +8,7 @@ import torch
 
 from fastcssl.distributed.world import Agreed, World
 from fastcssl.errors import UserError
-from fastcssl.evaluate.probes.knn import Metric
+from fastcssl.evaluate.probes.knn import KnnMetric
 from fastcssl.evaluate.targets import Target
 from fastcssl.learn.precision import Precision
 from fastcssl.runs.results import Evaluation, Probe
@@ -28,7 +28,7 @@ class Request:
     epochs: int = 100
     strengths: tuple[float, ...] = (1.0,)
     k: int = 20
-    metrics: tuple[Metric, ...] = ("cosine", "euclidean")
+    metrics: tuple[KnnMetric, ...] = ("cosine", "euclidean")
     size_px: int | None = None
     seed: int = 0
     random_encoder: bool = True
@@ -45,7 +45,9 @@ class Request:
             raise UserError("There is nothing to evaluate: give a --probe, and a --scope or a --downstream set.")
 
 
-class Interrupted(Agreed):
+class EvaluationInterrupted(Agreed):
+    """Raised on every rank when a signal came; what was found so far is kept."""
+
     def __init__(self, signal: int) -> None:
         super().__init__("Interrupted; what was found so far is kept, and the same command goes on.")
         self.signal = signal
@@ -62,8 +64,8 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What an evaluation runs on."""
+class ProbeMachine:
+    """What an evaluation runs on: ranks, device, loader, and how often it is saved."""
 
     world: World = field(default_factory=World)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -72,6 +74,9 @@ class Machine:
     num_threads: int | None = None
     checkpoint_minutes: float = 5.0
     command: str = ""
+
+
+Machine = ProbeMachine  # its former name, for callers of before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

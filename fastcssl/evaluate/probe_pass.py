@@ -21,8 +21,8 @@ from dataprep.manifest import sha256_of
 from fastcssl.data.prepared import Prepared
 from fastcssl.errors import UserError
 from fastcssl.evaluate import scopes
-from fastcssl.evaluate.options import Evaluated, Interrupted, Machine, Progress, Request
-from fastcssl.evaluate.probes import CHUNK, Bench, Contender, Hits, ProbeViews, cached, knn, linear
+from fastcssl.evaluate.options import Evaluated, EvaluationInterrupted, ProbeMachine, Progress, Request
+from fastcssl.evaluate.probes import CHUNK, Bench, Hits, ProbedEncoder, ProbeViews, cached, knn, linear
 from fastcssl.evaluate.targets import Target, matched
 from fastcssl.learn.precision import amp_dtype
 from fastcssl.runs import results
@@ -60,7 +60,7 @@ class SideBySide:
         batch_size: int,
         targets: Sequence[Target],
         request: Request,
-        machine: Machine,
+        machine: ProbeMachine,
         progress: Progress,
     ) -> None:
         self._data, self._manifest, self._plan, self._views, self._probe = data, manifest, plan, views, probe
@@ -131,7 +131,7 @@ class SideBySide:
                 if checkpoint.noted.sha256 not in slot.rows:
                     found.setdefault(checkpoint.noted.sha256, (checkpoint.load, []))[1].append(slot)
             if self._wants_random(slot) and slot.random is None:
-                key = f"random {slot.target.encoder} {slot.target.seed} {slot.target.look.size_px}"
+                key = f"random {slot.target.encoder} {slot.target.seed} {slot.target.style.size_px}"
                 found.setdefault(key, (slot.target.random_encoder, []))[1].append(slot)
         return [(key, build, slots) for key, (build, slots) in found.items()]
 
@@ -161,11 +161,11 @@ class SideBySide:
     def _compute(self, needs: Sequence[tuple[str, Callable[[], nn.Module], list[_Slot]]], stop: Stop) -> None:
         machine = self._machine
         distinct = [list(dict.fromkeys(slot.settings for slot in slots)) for _, _, slots in needs]
-        contenders: list[Contender[Any]] = []
+        contenders: list[ProbedEncoder[Any]] = []
         for (_, build, _), settings in zip(needs, distinct, strict=True):
             encoder = build().to(memory_format=torch.channels_last).to(machine.device)
             self._check_size(encoder)
-            contenders.append(Contender(encoder=encoder, settings=tuple(settings)))
+            contenders.append(ProbedEncoder(encoder=encoder, settings=tuple(settings)))
         identity = [
             [key, [asdict(item) for item in settings]] for (key, _, _), settings in zip(needs, distinct, strict=True)
         ]
@@ -200,7 +200,7 @@ class SideBySide:
                 folder.parent.rmdir()
 
     def _probed(
-        self, contenders: list[Contender[Any]], bench: Bench, folder: Path, title: str, stop: Stop
+        self, contenders: list[ProbedEncoder[Any]], bench: Bench, folder: Path, title: str, stop: Stop
     ) -> list[list[Hits]]:
         num_val, num_train = bench.num_images("val"), bench.num_images("train")
         if self._probe != "linear":
@@ -219,7 +219,7 @@ class SideBySide:
         def advance(num_images: int) -> None:
             self._progress.advance(num_images)
             if signal := self._machine.world.agree(stop.requested):
-                raise Interrupted(signal)
+                raise EvaluationInterrupted(signal)
 
         return advance
 
@@ -304,7 +304,7 @@ class SideBySide:
 class _Guard:
     """Saves what a long probe has learnt every few minutes, and when it is asked to stop."""
 
-    def __init__(self, folder: Path, machine: Machine, stop: Stop, epochs: int) -> None:
+    def __init__(self, folder: Path, machine: ProbeMachine, stop: Stop, epochs: int) -> None:
         self._folder, self._machine, self._stop, self._epochs = folder, machine, stop, epochs
         self._last = time.monotonic()
         self._step = 0
@@ -330,4 +330,4 @@ class _Guard:
                 checkpoints.save(self._step, training.state() | {"step": self._step}, wait=True)
             self._last = time.monotonic()
         if signal:
-            raise Interrupted(signal)
+            raise EvaluationInterrupted(signal)

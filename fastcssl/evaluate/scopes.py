@@ -19,46 +19,46 @@ from dataprep.suggest import nearest
 from fastcssl.data.draws import uniform
 from fastcssl.data.prepared import Prepared, Selection
 from fastcssl.errors import UserError
-from fastcssl.runs.results import DOWNSTREAM, Scope
+from fastcssl.runs.results import DOWNSTREAM, ScopeName
 
-Ids = npt.NDArray[np.int64]
+SampleIds = npt.NDArray[np.int64]
 SHARES = {"semi-1": 0.01, "semi-10": 0.1}
 SUBSET_VIEW = (1 << 32) + 2  # a view number that no policy has: the draws behind a subset
 SUBSET_SEED = 42  # as the references' split has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Column:
+class EvaluationColumn:
     """An evaluation task: validation images that get a number of their own."""
 
     name: str
-    val_ids: Ids  # sorted
+    val_ids: SampleIds  # sorted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
     """What one classifier learns from, and the columns it is judged by."""
 
-    train_ids: Ids  # sorted
-    labels: Ids  # the classes it tells apart, sorted
+    train_ids: SampleIds  # sorted
+    labels: SampleIds  # the classes it tells apart, sorted
     columns: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     scope: str
-    columns: tuple[Column, ...]
+    columns: tuple[EvaluationColumn, ...]
     groups: tuple[Group, ...]
     follows_tasks: bool  # column i is task i of the manifest
 
     @property
-    def train_ids(self) -> Ids:
+    def train_ids(self) -> SampleIds:
         return np.unique(np.concatenate([group.train_ids for group in self.groups]))
 
 
 def check_scope(scope: str) -> None:
-    if scope not in get_args(Scope) and not scope.startswith(DOWNSTREAM):
-        raise UserError(f"There is no scope {scope!r}. {nearest(scope, (*get_args(Scope), f'{DOWNSTREAM}NAME'))}")
+    if scope not in get_args(ScopeName) and not scope.startswith(DOWNSTREAM):
+        raise UserError(f"There is no scope {scope!r}. {nearest(scope, (*get_args(ScopeName), f'{DOWNSTREAM}NAME'))}")
 
 
 def plan(data: Prepared, scope: str) -> Plan:
@@ -83,7 +83,7 @@ def plan(data: Prepared, scope: str) -> Plan:
                     "data with a validation part, or evaluate on other data with --data."
                 )
         parts.append((name, train, val))
-    columns = tuple(Column(name=name, val_ids=val["id"].astype(np.int64)) for name, _, val in parts)
+    columns = tuple(EvaluationColumn(name=name, val_ids=val["id"].astype(np.int64)) for name, _, val in parts)
     if scope in ("per-task", "domain-aware"):
         groups = tuple(
             Group(
@@ -102,7 +102,7 @@ def plan(data: Prepared, scope: str) -> Plan:
     return Plan(scope=scope, columns=columns, groups=groups, follows_tasks=follows)
 
 
-def stratified_share(data: Prepared, train_ids: Ids, share: float, seed: int = SUBSET_SEED) -> Ids:
+def stratified_share(data: Prepared, train_ids: SampleIds, share: float, seed: int = SUBSET_SEED) -> SampleIds:
     """This share of each class, rounded, sorted. A sample's draw is of (seed, id) alone: 1 % lies within 10 %."""
     rows = data.table[np.searchsorted(data.table["id"], train_ids)]
     draw_S = uniform(seed, 0, rows["id"], np.zeros(len(rows), np.int64), SUBSET_VIEW, 0)
@@ -117,7 +117,7 @@ def stratified_share(data: Prepared, train_ids: Ids, share: float, seed: int = S
             f"{'--scope semi-10, ' if share < 0.1 else ''}a data set with more images a class, or --scope all."
         )
     place_S = np.arange(len(rows)) - np.repeat(begin_C, count_C)  # in its class
-    chosen: Ids = np.sort(rows["id"][order_S[place_S < np.repeat(wanted_C, count_C)]]).astype(np.int64)
+    chosen: SampleIds = np.sort(rows["id"][order_S[place_S < np.repeat(wanted_C, count_C)]]).astype(np.int64)
     return chosen
 
 

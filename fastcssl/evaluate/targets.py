@@ -31,7 +31,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ImageStyle:
     """How the encoder's training saw images: what its probe must keep to."""
 
     family: Family
@@ -54,7 +54,7 @@ class Look:
 class Target:
     folder: Path  # results lie in its folder `evaluations`
     checkpoints: tuple[Checkpoint, ...]
-    look: Look
+    style: ImageStyle
     encoder: EncoderConfig
     method: str = ""
     strategy: str = ""
@@ -71,7 +71,7 @@ class Target:
 
     def random_encoder(self) -> nn.Module:
         """As the run's was before its first step."""
-        return build_encoder(self.encoder, self.seed, self.look.size_px).eval()
+        return build_encoder(self.encoder, self.seed, self.style.size_px).eval()
 
 
 def open_targets(
@@ -153,7 +153,7 @@ def _run(folder: Path) -> Target:
     return Target(
         folder=folder,
         checkpoints=tuple(checkpoints),
-        look=_look(strings, "imagenet", None),
+        style=_style_of(strings, "imagenet", None),
         encoder=encoder,
         method=strings.get("method", ""),
         strategy=strings.get("strategy", ""),
@@ -181,14 +181,14 @@ def _flags(config: dict[str, Any], sources: dict[str, str], settings: str) -> tu
     return tuple(found)
 
 
-def _look(strings: dict[str, str], family: Family, size_px: int | None) -> Look:
+def _style_of(strings: dict[str, str], family: Family, size_px: int | None) -> ImageStyle:
     """As the file says, or else as `family` is."""
     usual = policy(f"probe-val-{family}")[0]
     if "mean" not in strings:
-        return Look(family=family, size_px=size_px or usual.size_px, mean=usual.mean, std=usual.std)
+        return ImageStyle(family=family, size_px=size_px or usual.size_px, mean=usual.mean, std=usual.std)
     mean, std = (tuple(json.loads(strings[key])) for key in ("mean", "std"))
     is_cifar = mean == policy("probe-val-cifar")[0].mean
-    return Look(
+    return ImageStyle(
         family="cifar" if is_cifar else "imagenet",
         size_px=size_px or int(strings["size_px"]),
         mean=(mean[0], mean[1], mean[2]),
@@ -224,15 +224,15 @@ def _file(
         )
     else:
         found = architecture
-    look = _look(strings, family, size_px)
+    style = _style_of(strings, family, size_px)
     if not strings:
-        load = _foreign(path, found, look.size_px)
+        load = _foreign(path, found, style.size_px)
     load()  # what is wrong with it is said now
     noted = EvaluatedEncoder(task=0, path=str(path), sha256=sha256_of(path), seen=[])
     return Target(
         folder=path.with_suffix("") if out is None else out,
         checkpoints=(Checkpoint(noted=noted, load=load),),
-        look=look,
+        style=style,
         encoder=found,
         method=strings.get("method", ""),
     )

@@ -49,7 +49,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """Runs that differ in their seeds alone, under one evaluation."""
 
     title: str
@@ -72,14 +72,14 @@ class Comparison:
     recipe: str
     about: str
     evaluation: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ComparisonRow] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
         """Every mismatch once, in the order of the rows."""
         return list(dict.fromkeys(note for row in self.rows for note in row.mismatches))
 
-    def marks(self, row: Row) -> str:
+    def marks(self, row: ComparisonRow) -> str:
         """Which notes are about the row: "a, c"."""
         notes = self.notes
         return ", ".join(mark(notes.index(note)) for note in row.mismatches)
@@ -171,7 +171,9 @@ def _asked(found: Evaluation) -> dict[str, Any]:
     return {key: value for key, value in sorted(found.settings.items()) if key != "seed"}
 
 
-def _row(members: list[tuple[RunRecord, Evaluation]], family: list[list[tuple[RunRecord, Evaluation]]]) -> Row:
+def _row(
+    members: list[tuple[RunRecord, Evaluation]], family: list[list[tuple[RunRecord, Evaluation]]]
+) -> ComparisonRow:
     members = sorted(members, key=lambda pair: pair[0].seed)
     run, found = members[0]
     results = [result for _, result in members]
@@ -183,7 +185,7 @@ def _row(members: list[tuple[RunRecord, Evaluation]], family: list[list[tuple[Ru
     length = min(len(result.metrics.A) for result in results)
     A_T = tuple(Value(each=tuple(100 * result.metrics.A[t] for result in results)) for t in range(length))
     known = published(run.recipe, run.method, run.strategy, found.scope) if run.only_task is None else None
-    return Row(
+    return ComparisonRow(
         title=", ".join((run.title, *_differences(members[0], [other[0] for other in family]))),
         runs=tuple(run for run, _ in members),
         results=tuple(results),

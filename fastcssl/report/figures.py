@@ -21,7 +21,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from fastcssl.report.comparison import Row
+from fastcssl.report.comparison import ComparisonRow
 from fastcssl.report.runs import RunRecord
 from fastcssl.runs.log import StepReport
 from fastcssl.runs.metrics import average_over_all
@@ -74,7 +74,7 @@ _STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class DrawnPicture:
     name: str  # of its file
     title: str
     caption: str  # what is in it, in words
@@ -89,7 +89,7 @@ class Picture:
     caption: str
     make: Callable[[], Figure]  # under the style of this module
 
-    def drawn(self) -> Drawn:
+    def drawn(self) -> DrawnPicture:
         png, svg = io.BytesIO(), io.StringIO()
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name}):
             figure = self.make()
@@ -98,7 +98,7 @@ class Picture:
             figure.set_dpi(_PNG_DPI)
             FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})  # type: ignore[no-untyped-call]
         text = _for_page(svg.getvalue(), self.name, self.caption)
-        return Drawn(name=self.name, title=self.title, caption=self.caption, png=png.getvalue(), svg=text)
+        return DrawnPicture(name=self.name, title=self.title, caption=self.caption, png=png.getvalue(), svg=text)
 
 
 def _for_page(svg: str, name: str, caption: str) -> str:
@@ -245,7 +245,7 @@ def curves(name: str, found: Evaluation) -> Picture:
     return Picture(name=name, title="Each task, as others are learnt", caption=caption, make=make)
 
 
-def averages(name: str, rows: Sequence[Row]) -> Picture:
+def averages(name: str, rows: Sequence[ComparisonRow]) -> Picture:
     """A_t of every row; a band of one standard deviation where there are several seeds and few rows."""
     has_bands = len(rows) <= _MAX_BANDS and any(row.num_seeds > 1 for row in rows)
 

@@ -8,7 +8,7 @@ from shlex import quote
 
 from fastcssl.config.recipes.rows import COMMAND_LINE
 from fastcssl.report.comparison import Comparison, evaluation_title, lacking, shown
-from fastcssl.report.figures import Drawn
+from fastcssl.report.figures import DrawnPicture
 from fastcssl.report.markup import Html, el, joined, table
 from fastcssl.report.runs import RunRecord
 from fastcssl.runs.bottleneck import NAMES, Verdict
@@ -20,7 +20,7 @@ _FEW_RUNS = 4  # that are shown open
 _STAGE_LINES = ("model", "decode", "augmentation", "disk", "probe", "data", "checkpoint")
 _NONE = "-"
 
-Pictures = Mapping[tuple[str, str], Sequence[Drawn]]  # ("comparison", its number) or (run, "training" or result)
+Pictures = Mapping[tuple[str, str], Sequence[DrawnPicture]]  # ("comparison", its number) or (run, "training" or result)
 
 
 def page(runs: Sequence[RunRecord], comparisons: Sequence[Comparison], pictures: Pictures) -> str:
@@ -224,13 +224,13 @@ def _configuration(run: RunRecord) -> Html:
     return el("div", el("table", el("thead", head), el("tbody", *rows)), class_="scroll configuration")
 
 
-def _figures(pictures: Sequence[Drawn]) -> Html:
+def _figures(pictures: Sequence[DrawnPicture]) -> Html:
     if not pictures:
         return joined()
     return el("div", *(_figure(picture) for picture in pictures), class_="figures")
 
 
-def _figure(picture: Drawn) -> Html:
+def _figure(picture: DrawnPicture) -> Html:
     wide = float(picture.svg.partition('viewBox="')[2].split()[2]) > 400
     return el(
         "figure",

@@ -22,7 +22,7 @@ FOLDER = "evaluations"
 DOWNSTREAM = "downstream:"
 
 Probe = Literal["linear", "linear-cached", "knn"]
-Scope = Literal["all", "per-task", "domain-aware", "domain-agnostic", "semi-1", "semi-10"]  # or downstream:NAME
+ScopeName = Literal["all", "per-task", "domain-aware", "domain-agnostic", "semi-1", "semi-10"]  # or downstream:NAME
 
 
 class ResultError(UserError):
@@ -190,7 +190,7 @@ def _check(found: Evaluation, where: str) -> None:
     def refuse(what: str) -> ResultError:
         return ResultError(f"{where}: {what}. Delete it and run fastcssl-eval again.")
 
-    if not (found.scope in get_args(Scope) or found.scope.startswith(DOWNSTREAM)):
+    if not (found.scope in get_args(ScopeName) or found.scope.startswith(DOWNSTREAM)):
         raise refuse(f"{found.scope!r} is not a scope")
     num_rows, num_columns = len(found.checkpoints), len(found.columns)
     if not num_rows or not num_columns or len(found.num_val) != num_columns:

@@ -18,7 +18,7 @@ from fastcssl.config.recipes import recipe
 from fastcssl.distributed.world import World
 from fastcssl.evaluate.downstream import RECIPES, recipe_of
 from fastcssl.evaluate.evaluate import evaluate
-from fastcssl.evaluate.options import Evaluated, Machine, Progress, Request
+from fastcssl.evaluate.options import Evaluated, ProbeMachine, Progress, Request
 from fastcssl.evaluate.scoreboard import Scoreboard
 from fastcssl.evaluate.targets import open_references, open_targets
 from fastcssl.runs.results import Evaluation, evaluations, metrics_of
@@ -113,8 +113,8 @@ class Counted(Progress):
         self.num_images += num_images
 
 
-def machine(**changes: object) -> Machine:
-    return Machine(**{"precision": "fp32", "num_threads": 1, **changes})  # type: ignore[arg-type]
+def machine(**changes: object) -> ProbeMachine:
+    return ProbeMachine(**{"precision": "fp32", "num_threads": 1, **changes})  # type: ignore[arg-type]
 
 
 def outcomes(folder: Path, request: Request, progress: Progress | None = None, **changes: object) -> list[Evaluated]:
@@ -280,11 +280,11 @@ def test_the_papers_downstream_recipes_see_96_px(copied: Trained) -> None:
     (target,) = open_targets([copied.run], architecture=None, family="imagenet", size_px=None, out=None)
     for name in ("cifar10", "cifar100", "stl10"):
         recipe = recipe_of(name, name, Path("d"))
-        views = target.look.views(size_px=recipe.size_px, crop=recipe.crop)
+        views = target.style.views(size_px=recipe.size_px, crop=recipe.crop)
         assert (views.train[0].size_px, views.train[0].crop, views.train[0].flip_p) == (96, "random", 0.5)
         assert (views.val[0].size_px, views.val[0].crop) == (96, "whole")
-        assert views.val[0].mean == target.look.mean and recipe.batch_size == 256
-    clipart = dataclasses.replace(target.look, family="imagenet", size_px=224).views(crop=RECIPES["clipart"].crop)
+        assert views.val[0].mean == target.style.mean and recipe.batch_size == 256
+    clipart = dataclasses.replace(target.style, family="imagenet", size_px=224).views(crop=RECIPES["clipart"].crop)
     assert (clipart.val[0].resize_px, clipart.val[0].size_px, clipart.val[0].crop) == (256, 224, "center")
 
 

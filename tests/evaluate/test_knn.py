@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from fastcssl.evaluate.features import Features, embed, features, finite, full_float32, top1
 from fastcssl.evaluate.probes.cached import fit_linear
-from fastcssl.evaluate.probes.knn import Metric, _keys, knn
+from fastcssl.evaluate.probes.knn import KnnMetric, _keys, knn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-METRICS: tuple[Metric, ...] = ("cosine", "euclidean")
+METRICS: tuple[KnnMetric, ...] = ("cosine", "euclidean")
 
 
 def rows(h_NF: Tensor, label_N: Tensor) -> Features:
@@ -36,7 +36,7 @@ def drawn(num_rows: int, num_features: int, num_classes: int, seed: int, *, whol
 
 
 def by_loops(
-    train: Features, val: Features, *, k: int, metric: Metric, num_classes: int, temperature: float = 0.07
+    train: Features, val: Features, *, k: int, metric: KnnMetric, num_classes: int, temperature: float = 0.07
 ) -> tuple[list[int], float, float]:
     """Predictions, top-1 and top-5, in float64 and with nothing but loops and sorted()."""
     predictions, hits1, hits5 = [], 0, 0
@@ -64,7 +64,7 @@ def by_loops(
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("k", [1, 5, 20])
-def test_agrees_with_plain_loops(metric: Metric, k: int) -> None:
+def test_agrees_with_plain_loops(metric: KnnMetric, k: int) -> None:
     train, val = drawn(150, 12, 9, 0), drawn(40, 12, 9, 2)
     predictions, top1, top5 = by_loops(train, val, k=k, metric=metric, num_classes=9)
     found = knn(train, val, k=k, metric=metric, num_classes=9)
@@ -75,7 +75,7 @@ def test_agrees_with_plain_loops(metric: Metric, k: int) -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize(("train_chunk", "val_chunk"), [(1, 64), (3, 9), (7, 64), (64, 64), (1000, 1)])
-def test_ties_go_to_the_lower_index_in_every_chunking(metric: Metric, train_chunk: int, val_chunk: int) -> None:
+def test_ties_go_to_the_lower_index_in_every_chunking(metric: KnnMetric, train_chunk: int, val_chunk: int) -> None:
     train, val = drawn(60, 4, 6, 3, whole=True), drawn(25, 4, 6, 4, whole=True)
     for k in (1, 4, 11):
         predictions, top1, top5 = by_loops(train, val, k=k, metric=metric, num_classes=6)
@@ -94,7 +94,7 @@ def test_of_twins_the_first_decides() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_more_neighbours_than_there_are(metric: Metric) -> None:
+def test_more_neighbours_than_there_are(metric: KnnMetric) -> None:
     train, val = drawn(7, 12, 4, 5), drawn(9, 12, 4, 6)
     predictions, top1, _ = by_loops(train, val, k=7, metric=metric, num_classes=4)
     for chunk in (2, 100):

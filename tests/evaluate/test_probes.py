@@ -22,7 +22,7 @@ from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
 from fastcssl.evaluate import probes
 from fastcssl.evaluate.features import Features, features_of
-from fastcssl.evaluate.probes import Bench, Contender, Hits, ProbeViews, cached, knn, linear
+from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, ProbeViews, cached, knn, linear
 from fastcssl.evaluate.probes.linear import Batches, Head, LinearSettings
 from fastcssl.evaluate.scopes import plan
 from fastcssl.learn.encoders import EncoderConfig
@@ -174,12 +174,12 @@ GRID = tuple(settings(lr=lr, batch_size=size) for lr in (0.5, 3.0) for size in (
 @pytest.mark.parametrize("scope", ["all", "per-task"])
 def test_side_by_side_is_one_at_a_time_bit_for_bit(data: Prepared, scope: str) -> None:
     found = encoders(3)
-    together = weights(linear.train([Contender(encoder=item, settings=GRID) for item in found], bench(data, scope)))
+    together = weights(linear.train([ProbedEncoder(encoder=item, settings=GRID) for item in found], bench(data, scope)))
     for e, item in enumerate(found):
         for s, one in enumerate(GRID):
             if (e + s) % 2:  # half of them tell as much
                 continue
-            alone = weights(linear.train([Contender(encoder=item, settings=(one,))], bench(data, scope)))[0][0]
+            alone = weights(linear.train([ProbedEncoder(encoder=item, settings=(one,))], bench(data, scope)))[0][0]
             for mine, its in zip(together[e][s], alone, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
     # The settings make a difference, or the test could not fail.
@@ -194,10 +194,10 @@ def test_hits_side_by_side_are_those_one_at_a_time(data: Prepared) -> None:
         (knn.run, (knn.KnnSettings(k=3), knn.KnnSettings(k=3, metric="euclidean"))),
     ):
         call: Any = run
-        together = call([Contender(encoder=item, settings=choices) for item in found], bench(data))
+        together = call([ProbedEncoder(encoder=item, settings=choices) for item in found], bench(data))
         for e, item in enumerate(found):
             for s, one in enumerate(choices):
-                assert call([Contender(encoder=item, settings=(one,))], bench(data)) == [[together[e][s]]]
+                assert call([ProbedEncoder(encoder=item, settings=(one,))], bench(data)) == [[together[e][s]]]
         assert sum(together[0][0].top5) > sum(together[0][0].top1) > 0
 
 
@@ -217,10 +217,10 @@ def test_images_are_decoded_once_for_all_encoders(data: Prepared, monkeypatch: p
     for run, one, passes in ((linear.run, settings(epochs=2), 2), (knn.run, knn.KnnSettings(), 1)):
         call: Any = run
         decoded = 0
-        call([Contender(encoder=item, settings=(one,)) for item in found], bench(data))
+        call([ProbedEncoder(encoder=item, settings=(one,)) for item in found], bench(data))
         together, decoded = decoded, 0
         for item in found:
-            call([Contender(encoder=item, settings=(one,))], bench(data))
+            call([ProbedEncoder(encoder=item, settings=(one,))], bench(data))
         # 80 training images a pass, and 40 to validate with, padded to whole chunks of 16.
         assert together == 80 * passes + 48
         assert decoded == 5 * together
@@ -229,11 +229,13 @@ def test_images_are_decoded_once_for_all_encoders(data: Prepared, monkeypatch: p
 def test_a_probe_of_one_task_learns_from_its_images_alone(data: Prepared) -> None:
     """As if the other tasks were not there, but for the rounding of chunks that are made up differently."""
     found, whole = encoders(1), bench(data, "per-task")
-    together = weights(linear.train([Contender(encoder=found[0], settings=(settings(batch_size=5),))], whole))[0][0]
+    together = weights(linear.train([ProbedEncoder(encoder=found[0], settings=(settings(batch_size=5),))], whole))[0][0]
     for number, group in enumerate(whole.plan.groups):
         assert len(group.labels) == 5 and len(group.train_ids) == 20
         part = replace(whole.plan, groups=(group,))
-        alone = linear.train([Contender(encoder=found[0], settings=(settings(batch_size=5),))], bench_of(whole, part))
+        alone = linear.train(
+            [ProbedEncoder(encoder=found[0], settings=(settings(batch_size=5),))], bench_of(whole, part)
+        )
         torch.testing.assert_close(together[number][0], weights(alone)[0][0][0][0], rtol=1e-4, atol=1e-5)
 
 
@@ -245,14 +247,14 @@ def test_the_encoder_stays_as_it_is(data: Prepared) -> None:
     (encoder,) = encoders(1)
     encoder.train()
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
-    linear.run([Contender(encoder=encoder, settings=(settings(),))], bench(data))
+    linear.run([ProbedEncoder(encoder=encoder, settings=(settings(),))], bench(data))
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert encoder.training
 
 
 def test_a_diverged_classifier_knows_nothing_and_says_so(data: Prepared) -> None:
     table = bench(data)
-    found = linear.run([Contender(encoder=encoders(1)[0], settings=(settings(lr=1e38), settings()))], table)
+    found = linear.run([ProbedEncoder(encoder=encoders(1)[0], settings=(settings(lr=1e38), settings()))], table)
     assert sum(found[0][0].top5) == 0 and sum(found[0][1].top5) > 0
     assert "1e+38 diverged" in table.notes[0]
 
@@ -263,7 +265,7 @@ class Enough(Exception):
 
 @pytest.mark.parametrize("after", [1, 7, 15, 16])
 def test_a_probe_goes_on_where_it_was_stopped_bit_for_bit(data: Prepared, after: int) -> None:
-    contenders = [Contender(encoder=item, settings=GRID[:2]) for item in encoders(2)]
+    contenders = [ProbedEncoder(encoder=item, settings=GRID[:2]) for item in encoders(2)]
     whole = weights(linear.train(contenders, bench(data)))
     saved: dict[str, Any] = {}
     count = 0
@@ -312,12 +314,14 @@ def probed(world: World, folder: Path) -> tuple[list[Tensor], list[list[list[Hit
     torch.set_num_threads(1)
     probes.CHUNK = 16
     data, found = Prepared.open(folder), encoders(3)
-    contenders = [Contender(encoder=item, settings=GRID[:2]) for item in found]
+    contenders = [ProbedEncoder(encoder=item, settings=GRID[:2]) for item in found]
     heads = [x for by in weights(linear.train(contenders, bench(data, world=world))) for s in by for g in s for x in g]
     hits = [linear.run(contenders, bench(data, world=world))]
     few, usual = knn.KnnSettings(k=3), cached.CachedSettings()
-    hits.append(knn.run([Contender(encoder=item, settings=(few,)) for item in found], bench(data, world=world)))
-    hits.append(cached.run([Contender(encoder=item, settings=(usual,)) for item in found], bench(data, world=world)))
+    hits.append(knn.run([ProbedEncoder(encoder=item, settings=(few,)) for item in found], bench(data, world=world)))
+    hits.append(
+        cached.run([ProbedEncoder(encoder=item, settings=(usual,)) for item in found], bench(data, world=world))
+    )
     return heads, hits
 
 

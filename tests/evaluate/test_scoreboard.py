@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fastcssl.evaluate.options import Evaluated
 from fastcssl.evaluate.scoreboard import Scoreboard, matrix, summary
-from fastcssl.evaluate.targets import Look, Target
+from fastcssl.evaluate.targets import ImageStyle, Target
 from fastcssl.learn.encoders import EncoderConfig
 from fastcssl.runs.results import Metrics, References
 
@@ -70,11 +70,11 @@ def test_a_terminal_gets_a_bar() -> None:
 
 
 def target(folder: str = "runs/pnr") -> Target:
-    look = Look(family="cifar", size_px=32, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+    style = ImageStyle(family="cifar", size_px=32, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
     return Target(
         folder=Path(folder),
         checkpoints=(),
-        look=look,
+        style=style,
         encoder=EncoderConfig(),
         method="moco",
         strategy="pnr",

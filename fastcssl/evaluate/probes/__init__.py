@@ -26,13 +26,18 @@ from fastcssl.evaluate.scopes import Plan
 
 CHUNK = 256  # images that an encoder takes at once, whatever batches its classifiers take: so no grid changes a feature
 
-Settings = TypeVar("Settings")
+ProbeSettings = TypeVar("ProbeSettings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Contender(Generic[Settings]):
+class ProbedEncoder(Generic[ProbeSettings]):
+    """An encoder, and the settings under which a classifier each is trained on it."""
+
     encoder: nn.Module
-    settings: tuple[Settings, ...]
+    settings: tuple[ProbeSettings, ...]
+
+
+Contender = ProbedEncoder  # its former name, for callers of before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +157,9 @@ def on_all_ranks(
 
 
 def from_features(
-    contenders: Sequence[Contender[Settings]], bench: Bench, guess: Callable[[Features, Features, Settings], Tensor]
+    contenders: Sequence[ProbedEncoder[ProbeSettings]],
+    bench: Bench,
+    guess: Callable[[Features, Features, ProbeSettings], Tensor],
 ) -> list[list[Hits]]:
     """One pass over the validation and one over the training images; the ranks share the encoders.
 
@@ -170,7 +177,9 @@ def from_features(
             continue
         for s, settings in enumerate(contenders[e].settings):
 
-            def of_group(group: int, rows: Features, train: Features = train, settings: Settings = settings) -> Tensor:
+            def of_group(
+                group: int, rows: Features, train: Features = train, settings: ProbeSettings = settings
+            ) -> Tensor:
                 return guess(rows_of(train, bench.plan.groups[group].train_ids), rows, settings)
 
             found[e, s] = hits(bench.plan, val, of_group)

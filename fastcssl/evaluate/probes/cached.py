@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcssl.evaluate.features import Features, check, full_float32
-from fastcssl.evaluate.probes import Bench, Contender, Hits, from_features
+from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, from_features
 
 _VAL_CHUNK = 1024
 _MAX_ELEMENTS = 1 << 24  # of a temporary
@@ -130,7 +130,7 @@ class CachedSettings:
     max_iterations: int = 100
 
 
-def run(contenders: Sequence[Contender[CachedSettings]], bench: Bench) -> list[list[Hits]]:
+def run(contenders: Sequence[ProbedEncoder[CachedSettings]], bench: Bench) -> list[list[Hits]]:
     def guess(train: Features, rows: Features, settings: CachedSettings) -> Tensor:
         return fit_linear(train, device=bench.device, **asdict(settings)).guess(rows)
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcssl.evaluate.features import Features, check, full_float32
-from fastcssl.evaluate.probes import Bench, Contender, Hits, from_features
+from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, from_features
 
-Metric = Literal["cosine", "euclidean"]
+KnnMetric = Literal["cosine", "euclidean"]
 
 _TRAIN_CHUNK, _VAL_CHUNK = 8192, 1024  # rows: 32 MB of scores and 64 MB of keys at a time
 _MAX_ELEMENTS = 1 << 24  # of any other temporary
@@ -38,7 +38,7 @@ def knn(
     *,
     num_classes: int,
     k: int = 20,
-    metric: Metric = "cosine",
+    metric: KnnMetric = "cosine",
     temperature: float = 0.07,
     device: torch.device | str | None = None,
     train_chunk: int = _TRAIN_CHUNK,
@@ -50,8 +50,8 @@ def knn(
     Of equally near rows the lower index is nearer; of equally weighted classes the lower label wins. A class that got
     no vote is no guess, also when that leaves fewer than five. `device`: where to compute, the features' own if None.
     """
-    if metric not in get_args(Metric):
-        raise ValueError(f"'{metric}' is not a metric of k-NN. Use {' or '.join(get_args(Metric))}.")
+    if metric not in get_args(KnnMetric):
+        raise ValueError(f"'{metric}' is not a metric of k-NN. Use {' or '.join(get_args(KnnMetric))}.")
     if k < 1 or temperature <= 0:
         raise ValueError(f"k-NN needs k >= 1 and a temperature above 0, not k = {k} and {temperature:g}.")
     check("train", train, num_classes)
@@ -82,7 +82,7 @@ def knn(
     )
 
 
-def _nearest(train_NF: Tensor, val_MF: Tensor, k: int, metric: Metric, train_chunk: int, val_chunk: int) -> Tensor:
+def _nearest(train_NF: Tensor, val_MF: Tensor, k: int, metric: KnnMetric, train_chunk: int, val_chunk: int) -> Tensor:
     """Indices [M, k] of the nearest training rows, nearest first. One pass over the training rows."""
     device = val_MF.device
     best_Mk = torch.full((len(val_MF), k), torch.iinfo(torch.int64).min, device=device)
@@ -113,7 +113,7 @@ def _keys(score_BC: Tensor, index_C: Tensor) -> Tensor:
     return bits.long().bitwise_left_shift_(32).bitwise_or_(_LOW_BITS - index_C)
 
 
-def _weights(val_BF: Tensor, near_BkF: Tensor, metric: Metric, temperature: float) -> Tensor:
+def _weights(val_BF: Tensor, near_BkF: Tensor, metric: KnnMetric, temperature: float) -> Tensor:
     """From the differences themselves: what the matrix product lost to cancellation would show in 1 / d."""
     if metric == "euclidean":
         return 1 / ((val_BF[:, None] - near_BkF).square().sum(dim=2).sqrt() + 1e-5)
@@ -139,11 +139,11 @@ def _guesses(weight_Bk: Tensor, label_Bk: Tensor, num_classes: int) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnnSettings:
     k: int = 20
-    metric: Metric = "cosine"
+    metric: KnnMetric = "cosine"
     temperature: float = 0.07  # of cosine
 
 
-def run(contenders: Sequence[Contender[KnnSettings]], bench: Bench) -> list[list[Hits]]:
+def run(contenders: Sequence[ProbedEncoder[KnnSettings]], bench: Bench) -> list[list[Hits]]:
     def guess(train: Features, rows: Features, settings: KnnSettings) -> Tensor:
         num_classes = len(bench.data.manifest.classes)
         return knn(train, rows, num_classes=num_classes, device=bench.device, **asdict(settings)).guess_M5

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastcssl.errors import UserError
 from fastcssl.evaluate.features import Features, embed, full_float32
-from fastcssl.evaluate.probes import Bench, Contender, Hits, hits
+from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, hits
 from fastcssl.evaluate.probes.cached import guesses
 from fastcssl.learn.nets import modes, seeded
 
@@ -125,7 +125,7 @@ class _Lane:
 class Training:
     """Everything that SGD changes, and where it stands. lanes[encoder][group]: one for each batch size."""
 
-    def __init__(self, contenders: Sequence[Contender[LinearSettings]], bench: Bench) -> None:
+    def __init__(self, contenders: Sequence[ProbedEncoder[LinearSettings]], bench: Bench) -> None:
         self.contenders = contenders
         self.epoch = self.batch = 0
         self.heads: list[list[list[Head]]] = []  # [encoder][setting][group]
@@ -181,7 +181,7 @@ class Training:
 
 
 def run(
-    contenders: Sequence[Contender[LinearSettings]],
+    contenders: Sequence[ProbedEncoder[LinearSettings]],
     bench: Bench,
     *,
     state: dict[str, Any] | None = None,
@@ -200,7 +200,7 @@ def run(
 
 
 def train(
-    contenders: Sequence[Contender[LinearSettings]],
+    contenders: Sequence[ProbedEncoder[LinearSettings]],
     bench: Bench,
     *,
     state: dict[str, Any] | None = None,
