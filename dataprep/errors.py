@@ -1,13 +1,23 @@
 """What a user's input or machine can cause: a sentence that names the thing and the remedy."""
 
 import errno
+from typing import ClassVar
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
-class PrepError(Exception):
-    """Shown to the user as it is, without a traceback; the command ends with status 2."""
+class UserError(Exception):
+    """The base of every error that a user sees as a sentence, without a traceback; the command ends with status 2.
+
+    Its text names the thing, what was seen, and the remedy.
+    """
+
+    everywhere: ClassVar[bool] = False  # every rank says it, since it may be true of one rank alone
+
+
+class PrepError(UserError):
+    """Something about the images, or about the folder to write."""
 
 
 class Interrupted(Exception):

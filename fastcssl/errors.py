@@ -1,8 +1,11 @@
-"""What a user's input or machine can cause. Shown as a sentence, without a traceback."""
+"""Errors that a user's input or machine can cause. Each is shown as a sentence, without a traceback.
 
+The base, `UserError`, is that of dataprep, so that both packages have one family.
+"""
 
-class UserError(Exception):
-    """Names the thing, what was seen, and the remedy; the command ends with status 2."""
+from dataprep.errors import UserError
+
+__all__ = ["Diverged", "UserError"]
 
 
 class Diverged(Exception):

@@ -57,7 +57,7 @@ def _rank() -> int:
 def _say(error: UserError | Ended) -> ExitCode:
     """Prints the sentence and returns the exit status."""
     # Under torchrun there is one process for each GPU; what holds for all is said once.
-    if (rank := _rank()) == 0 or (isinstance(error, Ended) and error.everywhere):
+    if (rank := _rank()) == 0 or error.everywhere:
         who = f"rank {rank}: " if rank else ""
         errors = Console(stderr=True, soft_wrap=True)
         errors.print(f"[bold red]error:[/] {who}{escape(str(error))}", highlight=False)
@@ -83,12 +83,7 @@ def explained() -> Iterator[None]:
     """Turns what a user or a machine can cause into a sentence; anything else keeps its traceback."""
     import torch
 
-    from dataprep.errors import PrepError
-    from fastcssl.data.backends import LoaderError
     from fastcssl.distributed.world import RankLost
-    from fastcssl.learn.encoder_file import EncoderFileError
-    from fastcssl.runs.checkpoint import CheckpointError
-    from fastcssl.runs.log import RunLogError
 
     try:
         yield
@@ -103,7 +98,3 @@ def explained() -> Iterator[None]:
             ExitCode.FAILED,
             everywhere=True,
         ) from None
-    except (LoaderError, CheckpointError) as error:
-        raise Ended(str(error), ExitCode.MISTAKE, everywhere=True) from None
-    except (PrepError, RunLogError, EncoderFileError) as error:
-        raise UserError(str(error)) from None

@@ -191,7 +191,6 @@ def _default_out(words: Sequence[str], seed: int | None) -> Path:
 
 def _status(args: list[str], console: Console) -> int:
     from fastcssl.runs.layout import RunFolder
-    from fastcssl.runs.log import RunLogError
     from fastcssl.runs.status import summary
 
     if len(args) != 1 or args[0].startswith("-"):
@@ -201,11 +200,8 @@ def _status(args: list[str], console: Console) -> int:
     # Of several seeds each is a run of its own.
     own = RunFolder(folder).status
     seeds = [] if own.exists() else sorted(path.parent for path in folder.glob(f"seed*/{own.name}"))
-    try:
-        for run in seeds or [folder]:
-            console.print(summary(run))
-    except RunLogError as error:
-        raise UserError(str(error)) from None
+    for run in seeds or [folder]:
+        console.print(summary(run))
     return 0
 
 

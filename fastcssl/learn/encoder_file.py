@@ -19,8 +19,8 @@ OWN_KEYS = ("format_version", "architecture", "stem", "num_features")
 SIZE_KEY = "built_for_px"  # only of encoders that take one size
 
 
-class EncoderFileError(Exception):
-    """A sentence: which file, what is wrong with it, and the remedy."""
+class EncoderFileError(UserError):
+    """An encoder file cannot be read, or holds something else."""
 
 
 def save_encoder(path: Path | str, encoder: nn.Module, config: EncoderConfig, metadata: Mapping[str, str]) -> None:

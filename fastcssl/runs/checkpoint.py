@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dataprep.manifest import sync_folder
+from fastcssl.errors import UserError
 
 State = dict[str, Any]  # dicts, lists and tuples of tensors, numbers, strings, booleans and None
 
@@ -36,8 +37,10 @@ _TASK_END = re.compile(r"task-(\d+)\.pt")
 _PARTIAL = re.compile(r".+\.(\d+)\.partial")
 
 
-class CheckpointError(Exception):
-    """A checkpoint could not be written, or is not to be resumed from. The message is for the user."""
+class CheckpointError(UserError):
+    """A checkpoint could not be written, or is not to be resumed from."""
+
+    everywhere = True
 
 
 class TornError(CheckpointError):

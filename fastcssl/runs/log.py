@@ -17,14 +17,15 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from dataprep.manifest import write_atomically
+from fastcssl.errors import UserError
 from fastcssl.runs.layout import RunFolder
 
 _NON_FINITE = ("nan", "inf", "-inf")
 _WORDS = ("kind", "name", "what")  # fields that are text whatever they say
 
 
-class RunLogError(Exception):
-    """Shown to the user as it is."""
+class RunLogError(UserError):
+    """The log of a run cannot be written or read."""
 
 
 class RunFolderError(RunLogError):

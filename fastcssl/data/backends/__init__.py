@@ -21,10 +21,13 @@ import torch
 
 from fastcssl.data.prepared import Prepared
 from fastcssl.data.views import Policy
+from fastcssl.errors import UserError
 
 
-class LoaderError(Exception):
-    """A sentence: what could not be loaded, and the remedy."""
+class LoaderError(UserError):
+    """Something could not be loaded."""
+
+    everywhere = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
