@@ -14,6 +14,8 @@ from fastcssl.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Downstream:
+    """How a downstream data set is prepared and probed."""
+
     prepare: str  # how fastcssl-prep makes the data
     source: str
     size_px: int | None  # None: the encoder's own
@@ -48,7 +50,7 @@ ANY = Downstream(prepare="fastcssl-prep build SOURCE --out DIR", source="any", s
 
 
 def parse(text: str) -> tuple[str, Path]:
-    """ "NAME=DIR" """
+    """Returns the name and the folder of "NAME=DIR"."""
     name, equals, where = text.partition("=")
     if not equals or not name or not where or any(c.isspace() or c in "/:" for c in name):
         raise UserError(
@@ -59,7 +61,7 @@ def parse(text: str) -> tuple[str, Path]:
 
 
 def recipe_of(name: str, source: str, where: Path) -> Downstream:
-    """By name; refuses data of another source under a name that promises one."""
+    """Returns the recipe of that name; refuses data of another source under a name that promises one."""
     found = RECIPES.get(name, ANY)
     if found.source not in ("any", source):
         raise UserError(

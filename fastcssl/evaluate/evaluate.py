@@ -25,7 +25,7 @@ def evaluate(
     references: Sequence[Target] = (),
     progress: Progress | None = None,
 ) -> list[Evaluated]:
-    """All ranks call it alike; rank 0 writes. The outcomes are of the targets, in their order."""
+    """Probes the targets and returns the outcomes in their order. All ranks call it alike; rank 0 writes."""
     machine, progress = machine or ProbeMachine(), progress or Progress()
     folders = {target.folder.resolve() for target in targets}
     others = [target for target in references if target.folder.resolve() not in folders]
@@ -58,7 +58,7 @@ def evaluate(
 
 
 def _data_sets(targets: Sequence[Target], request: Request) -> list[tuple[Path, str]]:
-    """Manifests with a name for downstream ones; the targets' own come first, each once."""
+    """Returns manifests, with a name for downstream ones; the targets' own come first, each once."""
     found: dict[Path, str] = {}
     for target in targets if request.scopes else ():
         where = request.data or target.data
@@ -77,7 +77,7 @@ def _data_sets(targets: Sequence[Target], request: Request) -> list[tuple[Path, 
 def _by_views(
     targets: Sequence[Target], data: Prepared, where: Path, name: str, request: Request
 ) -> list[tuple[ProbeViews, int, list[Target]]]:
-    """Targets that see this data set alike share a pass."""
+    """Groups the targets that see this data set alike, and so share a pass; returns (views, batch size, targets)."""
     sha256 = sha256_of(where)
     groups: dict[tuple[ProbeViews, int], list[Target]] = {}
     for target in targets:
@@ -97,7 +97,10 @@ def _by_views(
 
 
 def _check_classes(target: Target, data: Prepared, where: Path, sha256: str) -> None:
-    """Another split of the same classes is fine; a run's own data that has changed, or other classes, is not."""
+    """Raises UserError unless the classes are the run's.
+
+    Another split of the same classes is fine; a run's own data that has changed, or other classes, is not.
+    """
     if not target.is_run or sha256 == target.manifest_sha256:
         return
     own = target.data

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcssl.config.probe_plan import ProbeKind
-from fastcssl.data.draws import uniform
 from fastcssl.data.loader import Batch, Loader, LoaderConfig
 from fastcssl.data.prepared import Prepared, Selection
 from fastcssl.data.views import Policy
@@ -26,7 +25,7 @@ from fastcssl.distributed.world import World
 from fastcssl.evaluate.features import Features, embed, features, finite, top1
 from fastcssl.evaluate.probes.cached import fit_linear
 from fastcssl.evaluate.probes.knn import KnnMetric, knn
-from fastcssl.evaluate.scopes import SUBSET_VIEW
+from fastcssl.evaluate.scopes import drawn_by_class
 from fastcssl.learn.nets import mode, seeded
 from fastcssl.learn.optim import OptimConfig, build_optimizer, lr_at, set_lr
 
@@ -65,7 +64,10 @@ class ProbeResult:
 def _per_task(
     data: Prepared, tasks: tuple[int, ...], val: Features, linear_M: Tensor, knn_M: Tensor | None
 ) -> tuple[TaskAccuracy, ...]:
-    """By sample id: in data- and domain-incremental scenarios a label does not tell the task."""
+    """Returns the accuracies on each task.
+
+    By sample id: in data- and domain-incremental scenarios a label does not tell the task.
+    """
     id_M = val.id_N.numpy()
     found = []
     for task in tasks:
@@ -91,15 +93,12 @@ def _of_rank_0(found: Tensor, device: torch.device, world: World) -> Tensor:
 
 
 def stratified_ids(data: Prepared, tasks: tuple[int, ...], count: int, seed: int) -> npt.NDArray[np.int64]:
-    """`count` training samples of the tasks, sorted: from every class its share, at least one while they last.
+    """Returns `count` training samples of the tasks, sorted: from every class its share, at least one while they last.
 
     A sample's draw depends on (seed, id) alone, so a smaller subset is contained in a larger one.
     """
     rows = data.table[data.rows(Selection(tasks=tasks))]
-    draw_S = uniform(seed, 0, rows["id"], np.zeros(len(rows), np.int64), SUBSET_VIEW, 0)
-    order_S = np.lexsort((draw_S, rows["label"]))
-    _, begin_C, count_C = np.unique(rows["label"][order_S], return_index=True, return_counts=True)
-    place_S = np.arange(len(rows)) - np.repeat(begin_C, count_C)  # in its class
+    draw_S, order_S, place_S, _, count_C = drawn_by_class(rows, seed)
     share_S = place_S / np.repeat(count_C, count_C)
     chosen = order_S[np.lexsort((draw_S[order_S], share_S))[:count]]
     ids: npt.NDArray[np.int64] = np.sort(rows["id"][chosen])
@@ -119,7 +118,9 @@ def probe(
     amp_dtype: torch.dtype | None = None,
     world: World | None = None,
 ) -> ProbeResult:
-    """k-NN and a linear classifier over the classes of `tasks` (all of them if None), on features of one `view`.
+    """Returns the accuracy of k-NN and of a linear classifier on features of one `view`.
+
+    They tell apart the classes of `tasks`, all of them if None.
 
     `config` is the run's: of it come the device, back end, threads, batch size and seed. Every rank must call this, and
     every rank gets the same result.
@@ -200,11 +201,11 @@ class ParityProbe:
         self._optimizer = build_optimizer([{"params": self.head.parameters(), "name": "parity probe"}], self._optim)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
-        """Without end, for `epoch` counted over the whole run; goes on where a loaded state was taken."""
+        """Yields batches without end, for `epoch` counted over the whole run; goes on where a state was taken."""
         return self._stream.epoch(epoch)
 
     def step(self, encoder: nn.Module, batch: Batch, *, epoch: float, num_epochs: int) -> Tensor:
-        """One update of the layer; returns the loss, detached, on the device. `epoch` of the task, for the schedule."""
+        """Updates the layer once; returns the loss, detached, on the device. `epoch` of the task, for the schedule."""
         set_lr(self._optimizer, lr_at(self._optim, self._optim.lr, epoch, num_epochs))
         with torch.no_grad(), mode(encoder, training=True):
             h_NF = embed(encoder, batch.views, device=self._device, amp_dtype=self._amp_dtype)
@@ -218,7 +219,10 @@ class ParityProbe:
         return loss.detach()
 
     def validate(self, encoder: nn.Module) -> ProbeResult:
-        """On the validation images of all tasks, the encoder in eval mode: with the statistics that leaked."""
+        """Returns the accuracy on the validation images of all tasks.
+
+        The encoder is in eval mode: with the statistics that leaked.
+        """
         began = time.perf_counter()
         with Loader(self._data, replace(self._config, policy=self._view, last="pad"), self._world) as loader:
             stream = loader.open(Selection(tasks=self._tasks, split="val", order="sequential"))
@@ -241,7 +245,7 @@ class ParityProbe:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings in plain containers."""
+        """Returns tensors, numbers and strings in plain containers."""
         return {
             "head": dict(self.head.state_dict()),
             "optimizer": self._optimizer.state_dict(),

@@ -230,7 +230,9 @@ class SideBySide:
         return folder
 
     def _check_size(self, encoder: nn.Module) -> None:
-        only, size_px = getattr(encoder, "size_px", None), self._views.val[0].size_px
+        """Raises UserError if the encoder takes images of another size alone."""
+        only: int | None = encoder.size_px  # type: ignore[assignment]  # which `build_encoder` sets
+        size_px = self._views.val[0].size_px
         if only not in (None, size_px):
             raise UserError(f"The encoder takes images of {only} px alone, not of {size_px}. Give --size-px {only}.")
 

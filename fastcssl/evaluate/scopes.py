@@ -9,7 +9,7 @@ downstream:NAME   as `all`, on another data set
 """
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -53,16 +53,18 @@ class Plan:
 
     @property
     def train_ids(self) -> SampleIds:
+        """Returns what all classifiers together learn from, sorted."""
         return np.unique(np.concatenate([group.train_ids for group in self.groups]))
 
 
 def check_scope(scope: str) -> None:
+    """Raises UserError for a scope that does not exist."""
     if scope not in get_args(ScopeName) and not scope.startswith(DOWNSTREAM):
         raise UserError(f"There is no scope {scope!r}. {nearest(scope, (*get_args(ScopeName), f'{DOWNSTREAM}NAME'))}")
 
 
 def plan(data: Prepared, scope: str) -> Plan:
-    """Refuses data that the scope cannot be judged on."""
+    """Returns what a scope trains on and is judged by; raises UserError for data that it cannot be judged on."""
     check_scope(scope)
     _check_labels(data)
     tasks = data.manifest.tasks
@@ -102,12 +104,29 @@ def plan(data: Prepared, scope: str) -> Plan:
     return Plan(scope=scope, columns=columns, groups=groups, follows_tasks=follows)
 
 
-def stratified_share(data: Prepared, train_ids: SampleIds, share: float, seed: int = SUBSET_SEED) -> SampleIds:
-    """This share of each class, rounded, sorted. A sample's draw is of (seed, id) alone: 1 % lies within 10 %."""
-    rows = data.table[np.searchsorted(data.table["id"], train_ids)]
+class ClassDraw(NamedTuple):
+    """Samples in the order of their classes and, within a class, of a random draw. S: samples, C: classes."""
+
+    draw_S: npt.NDArray[np.float64]  # in the order of the samples given
+    order_S: npt.NDArray[np.int64]  # which of them comes at each place
+    place_S: npt.NDArray[np.int64]  # of that one among its class
+    label_C: npt.NDArray[np.int64]
+    count_C: npt.NDArray[np.int64]
+
+
+def drawn_by_class(rows: npt.NDArray[Any], seed: int) -> ClassDraw:
+    """Returns rows of a table of samples, shuffled within each class by a draw of (seed, id) alone."""
     draw_S = uniform(seed, 0, rows["id"], np.zeros(len(rows), np.int64), SUBSET_VIEW, 0)
     order_S = np.lexsort((draw_S, rows["label"]))
     label_C, begin_C, count_C = np.unique(rows["label"][order_S], return_index=True, return_counts=True)
+    place_S = np.arange(len(rows)) - np.repeat(begin_C, count_C)
+    return ClassDraw(draw_S, order_S, place_S, label_C, count_C)
+
+
+def stratified_share(data: Prepared, train_ids: SampleIds, share: float, seed: int = SUBSET_SEED) -> SampleIds:
+    """Returns this share of each class, rounded, sorted by id. 1 % lies within 10 %: see `drawn_by_class`."""
+    rows = data.table[np.searchsorted(data.table["id"], train_ids)]
+    _, order_S, place_S, label_C, count_C = drawn_by_class(rows, seed)
     wanted_C = np.floor(share * count_C + 0.5).astype(np.int64)
     if len(empty := np.flatnonzero(wanted_C == 0)):
         name = data.manifest.classes[int(label_C[empty[0]])]
@@ -116,7 +135,6 @@ def stratified_share(data: Prepared, train_ids: SampleIds, share: float, seed: i
             f"{100 * share:g} % of the {count_C[empty[0]]} training images of class {name!r} is none{more}. Use "
             f"{'--scope semi-10, ' if share < 0.1 else ''}a data set with more images a class, or --scope all."
         )
-    place_S = np.arange(len(rows)) - np.repeat(begin_C, count_C)  # in its class
     chosen: SampleIds = np.sort(rows["id"][order_S[place_S < np.repeat(wanted_C, count_C)]]).astype(np.int64)
     return chosen
 
@@ -136,7 +154,7 @@ def _check_labels(data: Prepared) -> None:
 
 
 def _task_of_row(data: Prepared) -> npt.NDArray[np.int64]:
-    """Of every row of the table; -1 where no task has it."""
+    """Returns the task of every row of the table; -1 where no task has it."""
     found = np.full(len(data.table), -1, np.int64)
     for number in range(len(data.manifest.tasks)):
         for split in SPLITS:
@@ -145,7 +163,8 @@ def _task_of_row(data: Prepared) -> npt.NDArray[np.int64]:
 
 
 def _domains(data: Prepared, scope: str) -> tuple[list[str], npt.NDArray[np.int64], bool]:
-    """In the order in which the tasks bring them."""
+    """Returns the domains' names in the order in which the tasks bring them, the domain of every row, and whether
+    domain i is task i."""
     manifest = data.manifest
     if len(manifest.domains) < 2:
         raise UserError(

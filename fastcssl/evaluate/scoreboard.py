@@ -83,7 +83,7 @@ class Scoreboard(OnTerminal, Progress):
 
 
 def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
-    """A table for each result; of a grid of settings one row each."""
+    """Returns a table for each result; of a grid of settings one row each."""
     parts: list[RenderableType] = []
     missing: dict[str, None] = {}  # what metrics lack, each sentence once
     grids: dict[tuple[str, str, str], list[Evaluated]] = {}
@@ -109,7 +109,7 @@ def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
 
 
 def matrix(made: Evaluation) -> RenderableType:
-    """a_{i,t} in %: a row for each checkpoint, a column for each task; what a checkpoint had not learnt yet is dim."""
+    """Returns a_{i,t} in %, a row for each checkpoint and a column for each task; what it had not learnt yet is dim."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
     table.add_column("after", justify="right", no_wrap=True)
     shown = range(min(len(made.columns), _MAX_COLUMNS))
@@ -153,7 +153,7 @@ def _grid(found: Sequence[Evaluated]) -> Table:
 
 
 def settings_of(made: Evaluation, others: Sequence[Evaluated]) -> str:
-    """Those that tell it apart from the others."""
+    """Returns the settings that tell it apart from the others."""
     differ = [
         key
         for key in made.settings
@@ -163,7 +163,7 @@ def settings_of(made: Evaluation, others: Sequence[Evaluated]) -> str:
 
 
 def _after(encoder: EvaluatedEncoder, made: Evaluation) -> str:
-    """What it has learnt last; a joint run's only encoder has learnt all at once."""
+    """Returns what it has learnt last; a joint run's only encoder has learnt all at once."""
     if len(made.checkpoints) == 1 and len(encoder.seen) == len(made.columns) > 1:
         return "all tasks"
     return f"task {encoder.task}" if encoder.seen else ""

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +26,8 @@ from fastcssl.runs.results import EvaluatedEncoder
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
+    """An encoder of a target: how results note it, and how it is loaded."""
+
     noted: EvaluatedEncoder
     load: Callable[[], nn.Module]  # on the CPU, in eval mode, with `num_features`
 
@@ -40,7 +42,10 @@ class ImageStyle:
     std: tuple[float, float, float]
 
     def views(self, *, size_px: int | None = None, crop: Literal["family", "whole", "center"] = "family") -> ProbeViews:
-        """At another size if given. "whole" judges by the whole image, resized; "center" by its middle."""
+        """Returns the views of a probe, at another size if given.
+
+        "whole" judges by the whole image, resized; "center" by its middle.
+        """
         family = {"family": self.family, "whole": "cifar", "center": "imagenet"}[crop]
 
         def seen(which: str) -> Policy:
@@ -52,6 +57,8 @@ class ImageStyle:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
+    """A run or an encoder file: what is evaluated, and what is known about its training."""
+
     folder: Path  # results lie in its folder `evaluations`
     checkpoints: tuple[Checkpoint, ...]
     style: ImageStyle
@@ -70,14 +77,17 @@ class Target:
         return bool(self.recipe)
 
     def random_encoder(self) -> nn.Module:
-        """As the run's was before its first step."""
+        """Returns the encoder as the run's was before its first step."""
         return build_encoder(self.encoder, self.seed, self.style.size_px).eval()
 
 
 def open_targets(
     paths: Sequence[Path], *, architecture: EncoderConfig | None, family: Family, size_px: int | None, out: Path | None
 ) -> list[Target]:
-    """Runs, folders of runs with several seeds, encoder files. The options are for files that do not say so."""
+    """Opens runs, folders of runs with several seeds, and encoder files, and returns them.
+
+    The options are for files that do not say so.
+    """
     found: list[Target] = []
     for path in paths:
         if path.is_file():
@@ -98,7 +108,7 @@ def open_targets(
 
 
 def open_references(paths: Sequence[Path]) -> list[Target]:
-    """Runs of one task alone, or folders that hold some."""
+    """Opens runs of one task alone, or folders that hold some, and returns them."""
     found: list[Target] = []
     for path in paths:
         folders = [path] if (path / "config.json").is_file() else sorted(it.parent for it in path.glob("*/config.json"))
@@ -167,7 +177,7 @@ def _run(folder: Path) -> Target:
 
 
 def _flags(config: dict[str, Any], sources: dict[str, str], settings: str) -> tuple[str, ...]:
-    """What was said on the command line, in its words, but for what makes a reference another run."""
+    """Returns what was said on the command line, in its words, but for what makes a reference another run."""
     found = [] if settings == "matched" else [f"--settings {settings}"]
     for key, source in sources.items():
         value: Any = config
@@ -182,18 +192,26 @@ def _flags(config: dict[str, Any], sources: dict[str, str], settings: str) -> tu
 
 
 def _style_of(strings: dict[str, str], family: Family, size_px: int | None) -> ImageStyle:
-    """As the file says, or else as `family` is."""
+    """Returns how the encoder saw images: as its file says, or else as is usual for `family`."""
     usual = policy(f"probe-val-{family}")[0]
     if "mean" not in strings:
         return ImageStyle(family=family, size_px=size_px or usual.size_px, mean=usual.mean, std=usual.std)
     mean, std = (tuple(json.loads(strings[key])) for key in ("mean", "std"))
-    is_cifar = mean == policy("probe-val-cifar")[0].mean
     return ImageStyle(
-        family="cifar" if is_cifar else "imagenet",
+        family=_family_of_mean(mean),
         size_px=size_px or int(strings["size_px"]),
         mean=(mean[0], mean[1], mean[2]),
         std=(std[0], std[1], std[2]),
     )
+
+
+def _family_of_mean(mean: tuple[float, ...]) -> Family:
+    """Returns the family whose usual normalisation has this mean, or "imagenet", which is for anything else too.
+
+    An encoder file names its mean but not its family. The mean decides, as training takes it from the family's own
+    policy, to the last digit.
+    """
+    return next((family for family in get_args(Family) if mean == policy(f"probe-val-{family}")[0].mean), "imagenet")
 
 
 # ---- Files -----------------------------------------------------------------------------------------------------------
@@ -243,7 +261,10 @@ def _loader(path: Path) -> Callable[[], nn.Module]:
 
 
 def _foreign(path: Path, config: EncoderConfig, size_px: int) -> Callable[[], nn.Module]:
-    """A plain state dict. Only the classifier, which an encoder does not have, may be in it besides."""
+    """Returns a function that loads a plain state dict.
+
+    Only the classifier, which an encoder does not have, may be in it besides.
+    """
 
     def load() -> nn.Module:
         tensors = _tensors(path)
@@ -287,7 +308,10 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def matched(target: Target, others: Sequence[Target], manifest_sha256: str) -> dict[int, int]:
-    """By task, which of the others is its reference: the same data, method and encoder; rather of the same seed."""
+    """Returns, by task, which of the others is its reference.
+
+    It has the same data, method and encoder; rather also the same seed.
+    """
     found: dict[int, int] = {}
     if target.only_task is not None or not target.is_run:
         return found
@@ -302,14 +326,14 @@ def matched(target: Target, others: Sequence[Target], manifest_sha256: str) -> d
 
 
 def unmatched(targets: Sequence[Target], references: Sequence[Target]) -> list[Target]:
-    """Those that are of no use to any of the targets."""
+    """Returns the references that are of no use to any of the targets."""
     return [
         other for other in references if not any(matched(target, [other], target.manifest_sha256) for target in targets)
     ]
 
 
 def missing_commands(target: Target, tasks: Sequence[int], manifest: Path) -> list[str]:
-    """Fine-tuning from nothing: with one task alone every strategy is that."""
+    """Returns the commands that train references: fine-tuning from nothing, as every strategy is on one task."""
     data = target.data or manifest
     return [
         " ".join(
@@ -324,5 +348,5 @@ def missing_commands(target: Target, tasks: Sequence[int], manifest: Path) -> li
 
 
 def out_of(target: Target, task: int) -> Path:
-    """Of the method, not of the strategy: all its strategies share the references."""
+    """Returns where a reference goes: named by the method, as all its strategies share the references."""
     return target.folder.parent / f"{target.recipe}-{target.method}-only{task}-seed{target.seed}"
