@@ -3,10 +3,12 @@
 So are the README's: files in the folders of methods, strategies and loaders.
 """
 
+import math
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,14 @@ from small_runs import lines, prepared, run, tiny
 from fastcssl.cli import train as command
 from fastcssl.config.recipes import OURS, flat, recipe
 from fastcssl.data import backends as loaders
+from fastcssl.data.loader import Loader, LoaderConfig
+from fastcssl.data.policies import pair
+from fastcssl.data.prepared import Prepared, Selection
 from fastcssl.learn import methods, strategies
+from fastcssl.learn.methods import Setting
+from fastcssl.learn.nets import build_encoder
+from fastcssl.learn.replay import as_inputs
+from fastcssl.learn.step import Step, optimise
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
@@ -51,11 +60,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_examples_are_ten_lines() -> None:
-    assert [name for name, _ in SOURCES] == ["hard", "near"]
+    assert [name for name, _ in SOURCES] == ["hard", "near", "crops"]
     for name, source in SOURCES:
         _, _, code = source.partition('"""\n')  # the first line is for --list
         counted = [line for line in code.splitlines() if line and not line.startswith(("from ", "import ", "@"))]
-        assert len(counted) <= 10, name
+        assert len(counted) <= (13 if "def views" in source else 10), name
         assert max(map(len, source.splitlines())) <= 120
 
 
@@ -78,7 +87,8 @@ def test_they_are_known_by_name(package: Path, capsys: pytest.CaptureFixture[str
 def test_a_recipe_gives_them_its_training_and_leaves_them_their_defaults() -> None:
     made = recipe("imagenet100-class5", "hard", "near")
     values = dict(flat(made.config))
-    assert (values["epochs"], values["optim.name"], values["views.policy"]) == (400, "lars", "pnr-moco-imagenet")
+    assert (values["epochs"], values["optim.name"], values["views.policy"]) == (400, "lars", "hard-imagenet")
+    assert made.config.views.views() == pair("imagenet")
     assert values["method.share"] == 0.5 and made.sources["method.share"] == OURS
 
 
@@ -98,7 +108,47 @@ def test_the_command_trains_them(tmp_path: Path, data: Path, capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize(("method", "strategy"), [("hard", "near"), ("hard", "pnr"), ("byol", "near")])
+def test_eight_views_of_two_sizes_make_two_steps(data: Path) -> None:
+    config = tiny("crops", "finetune").config
+    setting = Setting(seed=config.seed)
+    method = methods.build(config.method, build_encoder(config.encoder, config.seed, 16), setting)
+    step = Step(method, strategies.build(config.strategy, setting)).train()
+    optimizer = torch.optim.SGD(step.groups(), lr=0.05)
+    before = [p.detach().clone() for p in method.parameters()]
+    loader_config = LoaderConfig(policy=config.views.views(), batch_size=16, seed=config.seed, num_threads=1)
+    with Loader(Prepared.open(data), loader_config) as loader:
+        for batch in islice(loader.open(Selection(tasks=(0,))).epoch(0), 2):
+            assert [tuple(view.shape) for view in batch.views] == [(16, 3, 16, 16)] * 2 + [(16, 3, 6, 6)] * 6
+            assert len({float(view.sum()) for view in batch.views}) == 8  # each is drawn anew
+            terms = optimise(step, as_inputs(batch, torch.float32), optimizer, torch.amp.GradScaler(enabled=False))
+            assert set(terms) == {"loss"} and terms["loss"].isfinite()
+    assert not any(torch.equal(p, q) for p, q in zip(method.parameters(), before, strict=True) if p.ndim > 1)
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("strategy", ["finetune", "cassle", "der", "lump"])
+def test_the_command_trains_eight_views(
+    strategy: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    made = tiny("crops", strategy, epochs=1)
+    assert made.config.views.policy == "crops-cifar" and made.sources["views.policy"] == OURS
+    assert run(made, data, tmp_path / "run").status == "finished"
+    assert all(math.isfinite(sum(line["terms"].values())) for line in lines(tmp_path / "run"))
+    assert command.main(["demo", "crops", "pnr", "--data", str(data), "--out", str(tmp_path / "no")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "pnr takes exactly 2 views of an image, but the policy crops-cifar has 8. Use a --views.policy of 2" in said
+    words = ["demo", "moco", "pnr", "--data", str(data), "--views.policy", "crops-cifar"]
+    assert command.main([*words, "--out", str(tmp_path / "no")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "moco takes exactly 2 views of an image, but the policy crops-cifar has 8. Use --views.policy moco-" in said
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("method", "strategy"), [("hard", "near"), ("hard", "pnr"), ("byol", "near"), ("crops", "near")]
+)
 def test_they_do_what_they_say(method: str, strategy: str, data: Path) -> None:
     lab = Lab(method, strategy, data)
     lab.train()
@@ -136,13 +186,17 @@ def test_files_of_the_readme_are_found_in_their_folders(
         for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
         if text.startswith("# fastcssl/learn/methods/")
     )
-    files = re.findall(r"# fastcssl/(\w+)/(\w+)\.py: (.*?)(?=\n# fastcssl/|\Z)", block, re.DOTALL)
-    assert [where for where, _, _ in files] == ["methods", "strategies", "loaders"]
-    for package, (where, name, source) in zip((methods, strategies, loaders), files, strict=True):
-        folder = tmp_path / where
+    files = re.findall(r"# fastcssl/([\w/]+)/(\w+)\.py: (.*?)(?=\n# fastcssl/|\Z)", block, re.DOTALL)
+    packages = (methods, strategies, loaders)
+    assert [where for where, _, _ in files[:2]] == ["learn/methods", "learn/strategies"]
+    for package, (_, name, source) in zip(packages, files, strict=True):
+        folder = tmp_path / package.__name__
         folder.mkdir()
+        for path in Path(package.__path__[0]).glob("*.py"):
+            (folder / path.name).symlink_to(path)
         (folder / f"{name}.py").write_text(f"# {source}", encoding="utf-8")
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+        monkeypatch.setattr(package, "__path__", [str(folder)])
+    loaders.backends.cache_clear()
     (_, method, _), (_, strategy, _), (_, loader, _) = files
     try:
         outcome = run(tiny(method, strategy, loader=loader), data, tmp_path / "run")
@@ -151,5 +205,6 @@ def test_files_of_the_readme_are_found_in_their_folders(
         described = (tmp_path / "run" / "config.json").read_text()
         assert f'"loader": "{loader}"' in described
     finally:
-        for where, name, _ in files:
-            sys.modules.pop(f"fastcssl.{where}.{name}", None)
+        for package, (_, name, _) in zip(packages, files, strict=True):
+            sys.modules.pop(f"{package.__name__}.{name}", None)
+        loaders.backends.cache_clear()
