@@ -87,9 +87,8 @@ PYBIND11_MODULE(_native, m) {
   m.attr("compiler") = __VERSION__;
   m.def("photometric_isa", [] { return std::string(photometric_isa()); });
 
-  py::class_<View>(m, "View")
-      .def(py::init(&view_from), py::kw_only(), py::arg("size_px"), py::arg("bicubic"), py::arg("antialias"),
-           py::arg("stop_at_box"), py::arg("mean"), py::arg("std"));
+  py::class_<View>(m, "View").def(py::init(&view_from), py::kw_only(), py::arg("size_px"), py::arg("bicubic"),
+                                  py::arg("antialias"), py::arg("stop_at_box"), py::arg("mean"), py::arg("std"));
   py::class_<Job, std::shared_ptr<Job>>(m, "Job");
   py::class_<Engine>(m, "Engine")
       .def(py::init([](const std::vector<View>& views, int num_threads) {
@@ -103,15 +102,16 @@ PYBIND11_MODULE(_native, m) {
       .def("submit", &submit, py::kw_only(), py::arg("shard_N"), py::arg("place_N"), py::arg("bytes_N"),
            py::arg("width_N"), py::arg("height_N"), py::arg("box_VN4"), py::arg("columns_VNC"), py::arg("crops_V"),
            py::arg("views_V"), py::arg("type"))
-      .def("wait",
-           [](Engine& engine, Job& job) {
-             {
-               py::gil_scoped_release release;
-               engine.wait(job);
-             }
-             return job.faults;
-           },
-           py::arg("job"))
+      .def(
+          "wait",
+          [](Engine& engine, Job& job) {
+            {
+              py::gil_scoped_release release;
+              engine.wait(job);
+            }
+            return job.faults;
+          },
+          py::arg("job"))
       .def("cancel", &Engine::cancel, py::arg("job"), py::call_guard<py::gil_scoped_release>())
       .def("stage_seconds", [](Engine& engine) {
         const StageSeconds spent = engine.stage_seconds();

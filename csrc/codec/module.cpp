@@ -112,7 +112,8 @@ PYBIND11_MODULE(_codec, m) {
            py::kw_only(), py::arg("fit"), py::arg("size"), py::arg("quality"), py::arg("check_in_full"),
            py::arg("want_jpeg"), py::arg("want_pixels"), py::arg("num_threads"))
       .def("submit_path", &Transcoder::submit_path, py::arg("path"))
-      .def("submit_file", [](Transcoder& t, const py::bytes& file) { t.submit_file(file); }, py::arg("file"))
+      .def(
+          "submit_file", [](Transcoder& t, const py::bytes& file) { t.submit_file(file); }, py::arg("file"))
       .def("submit_pixels", &Transcoder::submit_pixels, py::arg("pixels"))
       .def("pop", &Transcoder::pop)
       .def("store_pixels", &Transcoder::store_now, py::arg("pixels"));
@@ -140,8 +141,8 @@ PYBIND11_MODULE(_codec, m) {
         bool intact;
         {
           py::gil_scoped_release release;
-          intact = decode({reinterpret_cast<const std::uint8_t*>(view.data()), view.size()}, reduction, image,
-                          diagnosis);
+          intact =
+              decode({reinterpret_cast<const std::uint8_t*>(view.data()), view.size()}, reduction, image, diagnosis);
         }
         if (!intact) throw std::invalid_argument(diagnosis.damage);
         return py::make_tuple(bytes_of(image), image.height, image.width);
@@ -184,8 +185,8 @@ PYBIND11_MODULE(_codec, m) {
         bool intact;
         {
           py::gil_scoped_release release;
-          intact = decode_region({reinterpret_cast<const std::uint8_t*>(view.data()), view.size()},
-                                 width, height, {left, top, right, bottom}, image, x, y, diagnosis);
+          intact = decode_region({reinterpret_cast<const std::uint8_t*>(view.data()), view.size()}, width, height,
+                                 {left, top, right, bottom}, image, x, y, diagnosis);
         }
         if (!intact) throw std::invalid_argument(diagnosis.damage);
         return py::make_tuple(bytes_of(image), image.height, image.width, x, y);

@@ -74,15 +74,12 @@ __attribute__((target("avx2"))) void columns_avx2(const std::uint8_t* source, st
   for (; j + 16 <= num_bytes; j += 16) {
     __m256i low = _mm256_set1_epi32(kRound), high = low;
     for (int p = 0; p < num_pairs; ++p) {
-      const __m256i a =
-          _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[2 * p] + j)));
-      const __m256i b =
-          _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[2 * p + 1] + j)));
+      const __m256i a = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[2 * p] + j)));
+      const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[2 * p + 1] + j)));
       low = _mm256_add_epi32(low, _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), weights[p]));
       high = _mm256_add_epi32(high, _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), weights[p]));
     }
-    const __m256i words =
-        _mm256_packs_epi32(_mm256_srai_epi32(low, kWeightBits), _mm256_srai_epi32(high, kWeightBits));
+    const __m256i words = _mm256_packs_epi32(_mm256_srai_epi32(low, kWeightBits), _mm256_srai_epi32(high, kWeightBits));
     const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + j), _mm256_castsi256_si128(bytes));
   }
@@ -115,7 +112,8 @@ __attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const 
   int x = 0;
   // Two pixels at a time share the rounding. Each store writes a byte too many, which the next one overwrites.
   for (; x + 2 < width; x += 2) {
-    const __m256i a = pixel_avx2<kTaps>(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
+    const __m256i a =
+        pixel_avx2<kTaps>(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
     const __m256i b =
         pixel_avx2<kTaps>(source + taps.first[x + 1] * 3, wide + static_cast<std::size_t>(x + 1) * stride * 4, stride);
     __m256i sum = _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
@@ -127,7 +125,8 @@ __attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const 
     std::memcpy(out + x * 3 + 3, &second, 4);
   }
   for (; x < width; ++x) {
-    const __m256i a = pixel_avx2<kTaps>(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
+    const __m256i a =
+        pixel_avx2<kTaps>(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     sum = _mm_srai_epi32(_mm_add_epi32(sum, _mm256_castsi256_si128(half)), kWeightBits);
     sum = _mm_packs_epi32(sum, sum);

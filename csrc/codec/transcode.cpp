@@ -62,6 +62,7 @@ Image upright(Image image, int orientation) {
   for (int y = 0; y < out.height; ++y) {
     for (int x = 0; x < out.width; ++x) {
       int sx = x, sy = y;
+      // clang-format off
       switch (orientation) {
         case 2: sx = w - 1 - x; break;
         case 3: sx = w - 1 - x; sy = h - 1 - y; break;
@@ -71,6 +72,7 @@ Image upright(Image image, int orientation) {
         case 7: sx = w - 1 - y; sy = h - 1 - x; break;
         case 8: sx = w - 1 - y; sy = x; break;
       }
+      // clang-format on
       std::memcpy(out.row(y) + x * 3, image.row(sy) + sx * 3, 3);
     }
   }
@@ -89,8 +91,7 @@ void finish(Stored& stored, Image image, const Plan& plan, double scale, const S
   }
   stored.width = image.width;
   stored.height = image.height;
-  if (settings.want_jpeg && stored.jpeg.empty() &&
-      !encode(image, settings.quality, stored.jpeg, stored.fault)) {
+  if (settings.want_jpeg && stored.jpeg.empty() && !encode(image, settings.quality, stored.jpeg, stored.fault)) {
     stored.status = Status::damaged;
     return;
   }

@@ -28,8 +28,8 @@ struct Bank {
 };
 
 struct Rows {
-  const float* scaled_MD;    // contiguous
-  const float* positive_MD;  // contiguous
+  const float* scaled_MD;     // contiguous
+  const float* positive_MD;   // contiguous
   const std::int64_t* own_M;  // row i does not see row own_M[i] of any bank; null: sees all
   std::int64_t num_rows;      // M
   int dim;                    // D
@@ -50,7 +50,7 @@ struct Ring {
   Type type;
   std::int64_t* pointer;  // on the ring's own device, as is `filled`
   std::int64_t* filled;
-  const float* keys_GD;  // contiguous
+  const float* keys_GD;   // contiguous
   std::int64_t num_keys;  // G
   bool normalise;         // to unit length, before they are rounded to `type`
 };

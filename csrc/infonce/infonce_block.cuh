@@ -20,11 +20,11 @@ struct Sweep {
   std::int64_t num_rows;  // M
   int dim;                // D
   int num_banks;
-  float* sums_SMD;      // S splits of all launches
-  float2* weights_MS;   // reference, and the sum of weights; 0: no key seen, then there are no sums
-  int num_splits;       // of this launch
-  int first_split;      // its place among all of them
-  int all_splits;       // S
+  float* sums_SMD;     // S splits of all launches
+  float2* weights_MS;  // reference, and the sum of weights; 0: no key seen, then there are no sums
+  int num_splits;      // of this launch
+  int first_split;     // its place among all of them
+  int all_splits;      // S
   BankView banks[kMaxBanks];
 };
 

@@ -47,7 +47,7 @@ struct Sweep {
   const Panel* panels;
   int num_panels;
   int dim;
-  const float* queries;  // scaled
+  const float* queries;     // scaled
   const std::int64_t* own;  // or null; padded with -1
   std::vector<Span> spans;
   // What is found: sums of 2^(s log2(e) - shift), and of the keys so weighted.
@@ -55,7 +55,7 @@ struct Sweep {
   float* total;
   float* weighted;  // or null, if not wanted
   // For the kernel to use.
-  float* limit;  // of logits: beyond it the shift is raised
+  float* limit;    // of logits: beyond it the shift is raised
   float* softmax;  // [kTileKeys, rows of a panel]
   float* widened;  // [kTileKeys, D], for keys that are stored in half precision
 };

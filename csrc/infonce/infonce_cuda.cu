@@ -23,7 +23,7 @@ namespace {
 using namespace gpu;
 
 constexpr int kMaxGridY = 65535;
-constexpr int kMinSplitTiles = 4;       // a split of fewer costs more to combine than it saves
+constexpr int kMinSplitTiles = 4;        // a split of fewer costs more to combine than it saves
 constexpr double kEnoughOfWaves = 0.95;  // of the best filling of multiprocessors that any number of splits gives
 
 std::int64_t divide_up(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
@@ -166,8 +166,7 @@ int infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision p
   if (error != cudaSuccess) return error;
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);
   float* const sums_SMD = static_cast<float*>(workspace);
-  float2* const weights_MS =
-      reinterpret_cast<float2*>(static_cast<unsigned char*>(workspace) + sums_bytes(plan, rows));
+  float2* const weights_MS = reinterpret_cast<float2*>(static_cast<unsigned char*>(workspace) + sums_bytes(plan, rows));
   int first_split = 0;
   for (int i = 0; i < plan.num_launches; ++i) {
     const Launch& launch = plan.launches[i];

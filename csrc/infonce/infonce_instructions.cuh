@@ -46,11 +46,11 @@ __device__ inline void load_matrices_transposed(unsigned (&out)[4], unsigned add
 
 // ---- sum += a b, 16 x 8 outputs; float32 sums -----------------------------------------------------------------------
 
-#define FASTCSSL_MULTIPLY(name, instruction)                                                         \
-  __device__ inline void name(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {     \
-    asm(instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"               \
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                     \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                         \
+#define FASTCSSL_MULTIPLY(name, instruction)                                                     \
+  __device__ inline void name(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { \
+    asm(instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"           \
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                     \
   }
 FASTCSSL_MULTIPLY(multiply_float16, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
 FASTCSSL_MULTIPLY(multiply_bfloat16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32")

@@ -116,8 +116,7 @@ struct Writing {
       }
       if (keys[i].dim() != 2 || keys[i].size(1) != bank.size(1) || keys[i].scalar_type() != ScalarType::Float ||
           !together(bank, keys[i]) || !together(banks[0], bank)) {
-        refuse(op, ": keys must be float32 [G, ", bank.size(1), "] on their ring's device, but is ",
-               shape_of(keys[i]));
+        refuse(op, ": keys must be float32 [G, ", bank.size(1), "] on their ring's device, but is ", shape_of(keys[i]));
       }
       kept.push_back(torch::stable::contiguous(keys[i]));
       const infonce::Type type = stored_as(op, bank);
@@ -180,8 +179,7 @@ Swept run_cpu(const Tensor& scaled, const Reading& read, const std::vector<bool>
 
 Swept sweep_cpu(Tensor scaled, Tensor positive, Tensors banks, Counts filled, std::optional<Tensor> own,
                 bool positive_in_denominator, std::vector<bool> wanted, bool) {
-  const Reading read =
-      reading("info_nce_sweep", scaled, positive, banks, filled, own, positive_in_denominator);
+  const Reading read = reading("info_nce_sweep", scaled, positive, banks, filled, own, positive_in_denominator);
   return run_cpu(scaled, read, wanted);
 }
 
@@ -190,8 +188,8 @@ Swept sweep_enqueue_cpu(Tensor scaled, Tensor positive, Tensors rings, Tensors p
                         bool positive_in_denominator, std::vector<bool> wanted, bool) {
   const char* op = "info_nce_sweep_enqueue";
   const Writing write(op, rings, pointers, ring_filled, keys, normalise);
-  const Reading read = reading_with_rings(op, scaled, positive, rings, ring_filled, banks, filled, own,
-                                          positive_in_denominator);
+  const Reading read =
+      reading_with_rings(op, scaled, positive, rings, ring_filled, banks, filled, own, positive_in_denominator);
   Swept out = run_cpu(scaled, read, wanted);
   infonce::enqueue_cpu(write.rings.data(), static_cast<int>(write.rings.size()), write.dim);
   return out;
@@ -218,16 +216,15 @@ Swept run_cuda(const char* op, const Tensor& scaled, const Reading& read, const 
   const std::vector<std::int64_t> workspace_size{static_cast<std::int64_t>(
       infonce::infonce_cuda_workspace_bytes(read.rows, read.banks.data(), num_banks, precision))};
   Tensor workspace = torch::stable::empty(workspace_size, ScalarType::Byte, std::nullopt, scaled.device());
-  const int error = infonce::infonce_cuda(read.rows, read.banks.data(), num_banks, precision,
-                                          pointers_of(out, wanted), workspace.mutable_data_ptr(), stream);
+  const int error = infonce::infonce_cuda(read.rows, read.banks.data(), num_banks, precision, pointers_of(out, wanted),
+                                          workspace.mutable_data_ptr(), stream);
   if (error != 0) refuse(op, ": the CUDA launch failed with error ", error);
   return out;
 }
 
 void write_cuda(const char* op, const Writing& write, void* stream) {
   if (write.rings.empty()) return;
-  const int error =
-      infonce::enqueue_cuda(write.rings.data(), static_cast<int>(write.rings.size()), write.dim, stream);
+  const int error = infonce::enqueue_cuda(write.rings.data(), static_cast<int>(write.rings.size()), write.dim, stream);
   if (error != 0) refuse(op, ": the CUDA launch of the enqueue failed with error ", error);
 }
 
@@ -249,8 +246,8 @@ Swept sweep_enqueue_cuda(Tensor scaled, Tensor positive, Tensors rings, Tensors 
   const char* op = "info_nce_sweep_enqueue";
   const torch::stable::accelerator::DeviceGuard guard(scaled.get_device_index());
   const Writing write(op, rings, pointers, ring_filled, keys, normalise);
-  const Reading read = reading_with_rings(op, scaled, positive, rings, ring_filled, banks, filled, own,
-                                          positive_in_denominator);
+  const Reading read =
+      reading_with_rings(op, scaled, positive, rings, ring_filled, banks, filled, own, positive_in_denominator);
   Swept out = run_cuda(op, scaled, read, wanted, exact, stream_of(scaled));
   write_cuda(op, write, stream_of(scaled));
   return out;
@@ -284,8 +281,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastcssl, m) {
       "info_nce_sweep_enqueue(Tensor scaled, Tensor positive, Tensor(a!)[] rings, Tensor(b!)[] pointers, "
       "Tensor(c!)[] ring_filled, Tensor[] keys, bool normalise, Tensor[] banks, Tensor?[] filled, Tensor? own, "
       "bool positive_in_denominator, bool[] wanted, bool exact) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "enqueue(Tensor(a!)[] rings, Tensor(b!)[] pointers, Tensor(c!)[] filled, Tensor[] keys, bool normalise) -> ()");
+  m.def("enqueue(Tensor(a!)[] rings, Tensor(b!)[] pointers, Tensor(c!)[] filled, Tensor[] keys, bool normalise) -> ()");
   m.def("info_nce_isa(str choose=\"\") -> str");
 }
 
@@ -303,6 +299,4 @@ STABLE_TORCH_LIBRARY_IMPL(fastcssl, CUDA, m) {
 }
 #endif
 
-STABLE_TORCH_LIBRARY_IMPL(fastcssl, CompositeExplicitAutograd, m) {
-  m.impl("info_nce_isa", TORCH_BOX(&info_nce_isa));
-}
+STABLE_TORCH_LIBRARY_IMPL(fastcssl, CompositeExplicitAutograd, m) { m.impl("info_nce_isa", TORCH_BOX(&info_nce_isa)); }

@@ -70,8 +70,8 @@ struct Operands {
   using Half = Halves<T>;
   static constexpr int kDepth = 16;
   static constexpr int kParts = kExact ? Half::kExactParts : 1;
-  static constexpr int kGroup = 2;                             // column tiles that one load of `values` gives
-  static constexpr int kQueryFragments = kExact ? 2 : 1;       // of kFragmentBytes, for 16 rows x kDepth columns
+  static constexpr int kGroup = 2;                        // column tiles that one load of `values` gives
+  static constexpr int kQueryFragments = kExact ? 2 : 1;  // of kFragmentBytes, for 16 rows x kDepth columns
   struct Rows {
     unsigned part[kParts][4];
   };

@@ -87,7 +87,8 @@ struct RowState {
 
   // Tensor cores truncate sums; where numbers are split, that would show, and the product is added by an instruction
   // that rounds.
-  __device__ static void add_product(float (&logits)[4], const typename Math::Rows& rows, const typename Math::Keys& keys) {
+  __device__ static void add_product(float (&logits)[4], const typename Math::Rows& rows,
+                                     const typename Math::Keys& keys) {
     if constexpr (Block::kExactSums) {
       float product[4] = {};
       Math::multiply(product, rows, keys);

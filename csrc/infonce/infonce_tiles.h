@@ -6,17 +6,17 @@
 
 namespace fastcssl::infonce {
 
-constexpr int kRowTile = 16;       // rows of one tensor-core product
-constexpr int kKeyTile = 8;        // keys of one
-constexpr int kFewRows = 64;       // up to here half-precision sweeps of one product take the smaller block
-constexpr int kMaxBanks = 8;       // in one launch; more banks are more launches
+constexpr int kRowTile = 16;  // rows of one tensor-core product
+constexpr int kKeyTile = 8;   // keys of one
+constexpr int kFewRows = 64;  // up to here half-precision sweeps of one product take the smaller block
+constexpr int kMaxBanks = 8;  // in one launch; more banks are more launches
 constexpr int kMaxDim = 256;
-constexpr int kChunkBytes = 16;    // of one asynchronous copy
+constexpr int kChunkBytes = 16;  // of one asynchronous copy
 constexpr int kCombineWarps = 8;
 constexpr int kEnqueueWarps = 8;
 
 struct Tile {
-  int dim;        // columns of the block; rows of fewer are padded with zeros in shared memory
+  int dim;  // columns of the block; rows of fewer are padded with zeros in shared memory
   int warps;
   int row_tiles;  // of 16 rows each, in one warp
   int keys;       // of a bank, in one stage

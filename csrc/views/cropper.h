@@ -25,6 +25,7 @@ class Cropper {
 };
 
 // Grows `region` (begin with {width, height, 0, 0}) so that it holds what this view reads of a width x height image.
-void include(codec::Region& region, const float* box_4, const codec::Filter& filter, int size_px, int width, int height);
+void include(codec::Region& region, const float* box_4, const codec::Filter& filter, int size_px, int width,
+             int height);
 
 }  // namespace fastcssl::views

@@ -50,7 +50,8 @@ void read_ahead(const Shard& shard, std::size_t offset, std::size_t size) {
 // Reads a byte of every page, so that waiting for the disk is over, and timed, before decoding begins.
 void touch(const std::uint8_t* data, std::size_t size) {
   static const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  for (std::size_t at = 0; at < size; at += page) static_cast<void>(*static_cast<const volatile std::uint8_t*>(data + at));
+  for (std::size_t at = 0; at < size; at += page)
+    static_cast<void>(*static_cast<const volatile std::uint8_t*>(data + at));
   if (size) static_cast<void>(*static_cast<const volatile std::uint8_t*>(data + size - 1));
 }
 
@@ -133,7 +134,8 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
   }
   for (std::size_t i = 0; i < job->shard_N.size(); ++i) {
     const Shard& shard = *job->file_N[i];
-    const std::size_t offset = static_cast<std::size_t>(job->place_N[i]), size = static_cast<std::size_t>(job->bytes_N[i]);
+    const std::size_t offset = static_cast<std::size_t>(job->place_N[i]),
+                      size = static_cast<std::size_t>(job->bytes_N[i]);
     if (shard.pixel_height == 0 && offset < shard.size) read_ahead(shard, offset, size);
   }
   {

@@ -33,12 +33,14 @@ enum Column : int {
 constexpr int kMaxRadius = 11;
 
 // kOrders[i] lists the four operations (0 brightness, 1 contrast, 2 saturation, 3 hue) in the i-th lexicographic order.
+// clang-format off
 constexpr std::uint8_t kOrders[24][4] = {
     {0, 1, 2, 3}, {0, 1, 3, 2}, {0, 2, 1, 3}, {0, 2, 3, 1}, {0, 3, 1, 2}, {0, 3, 2, 1},
     {1, 0, 2, 3}, {1, 0, 3, 2}, {1, 2, 0, 3}, {1, 2, 3, 0}, {1, 3, 0, 2}, {1, 3, 2, 0},
     {2, 0, 1, 3}, {2, 0, 3, 1}, {2, 1, 0, 3}, {2, 1, 3, 0}, {2, 3, 0, 1}, {2, 3, 1, 0},
     {3, 0, 1, 2}, {3, 0, 2, 1}, {3, 1, 0, 2}, {3, 1, 2, 0}, {3, 2, 0, 1}, {3, 2, 1, 0},
 };
+// clang-format on
 
 enum class OutType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 

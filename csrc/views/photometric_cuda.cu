@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kBlurThreads) blur_image(Crops crops, Cut cut,
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) ring[j] = filtered[j];
     }
-    __syncthreads();  // the ring is whole, and rows may become the stage
+    __syncthreads();               // the ring is whole, and rows may become the stage
     read_step(first + kStepRows);  // on its way while these rows are finished
 
     // Output row y needs the filtered rows y .. y + 2 radius. At the start some of the eight are not complete yet, at
