@@ -13,6 +13,7 @@ from dataprep.encode import Pixels, decode_with_pillow
 from dataprep.manifest import SPLITS, Manifest, ManifestError
 from dataprep.progress import human_bytes, human_seconds
 from dataprep.table import Table, rows_of_ids
+from dataprep.writers import DerivedFormat, Format, formats
 
 TILE_PX = 112
 GAP_PX = 6
@@ -75,7 +76,7 @@ def description(manifest: Manifest) -> str:
     """Two lines above the table."""
     encoding = manifest.encoding
     stored = f"{', '.join(manifest.formats)} · resize {encoding.resize}"
-    if manifest.formats != ["array"]:
+    if any(known.stores == "jpeg" for name, known in formats().items() if name in manifest.formats):
         stored += f" · quality {encoding.quality} · {encoding.num_passed_through:,} JPEGs passed through untouched"
     domains = f" · domains {', '.join(manifest.domains)}" if manifest.domains else ""
     scenario = manifest.scenario
@@ -103,20 +104,20 @@ def contact_sheet(manifest: Manifest, table: Table, folder: Path, *, num_columns
 
 
 def read_sample(manifest: Manifest, row: np.void, folder: Path) -> Pixels:
-    """One stored image as RGB, from the first format that holds it."""
-    for format in ("array", "tar"):
-        if format in manifest.formats:
-            path = folder / manifest.shards[int(row[f"{format}_shard"])].path
-            if format == "array":
-                pixels: Pixels = np.load(path, mmap_mode="r", allow_pickle=False)[int(row["array_place"])]
-                return pixels
-            with path.open("rb") as file:
-                file.seek(int(row["tar_place"]))
-                return decode_with_pillow(file.read(int(row["tar_bytes"])))
-    from dataprep.writers.beton import BetonFile
+    """Returns one stored image as RGB, from the format that is quickest to read."""
+    known = formats()
+    format = min((known[name] for name in manifest.formats), key=_reading_order)
+    reader = format.reader(manifest.shards[int(row[f"{format.name}_shard"])].path_in(folder))
+    try:
+        content = reader.content(row)
+        return decode_with_pillow(content) if isinstance(content, bytes) else content
+    finally:
+        reader.close()
 
-    path = folder / manifest.shards[int(row["ffcv_shard"])].path
-    return decode_with_pillow(BetonFile(path)[int(row["ffcv_place"])].jpeg)
+
+def _reading_order(format: Format) -> tuple[bool, bool]:
+    """Sorts pixels before JPEGs, which must be decoded, and what streams before what is derived from it."""
+    return format.stores != "pixels", isinstance(format, DerivedFormat)
 
 
 def save_png(image: Image.Image, path: Path) -> None:

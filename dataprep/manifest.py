@@ -27,16 +27,21 @@ class ManifestError(PrepError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
+    """A file beside the manifest."""
+
     path: str  # relative to the manifest's folder, with forward slashes
     bytes: int
     sha256: str
 
+    def path_in(self, folder: Path) -> Path:
+        """Returns where the file is, given the manifest's folder."""
+        return folder / self.path
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardEntry:
-    path: str
-    bytes: int
-    sha256: str
+class ShardEntry(FileEntry):
+    """A file that holds samples."""
+
     format: str
     split: SplitName
     count: int
@@ -120,7 +125,7 @@ class Manifest:
         """Everything that must be there besides the manifest."""
         found = [self.samples, self.keys]
         for shard in self.shards:
-            found.append(FileEntry(path=shard.path, bytes=shard.bytes, sha256=shard.sha256))
+            found.append(shard)
             if shard.index is not None:
                 found.append(shard.index)
         return found
@@ -171,7 +176,7 @@ def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
         raise ManifestError(f"{error} Restore it from a copy, or run fastcssl-prep again.") from None
     if check_sizes:
         for entry in manifest.files():
-            file = path.parent / entry.path
+            file = entry.path_in(path.parent)
             size = file.stat().st_size if file.is_file() else None
             if size != entry.bytes:
                 found = "is missing" if size is None else f"has {size} bytes instead of {entry.bytes}"
@@ -183,7 +188,7 @@ def _check(manifest: Manifest, path: Path) -> None:
     for entry in manifest.files():
         parts = PurePosixPath(entry.path)
         inside = not parts.is_absolute() and ".." not in parts.parts and "\\" not in entry.path and parts.parts
-        if not inside or not (path.parent / entry.path).resolve().is_relative_to(path.parent.resolve()):
+        if not inside or not entry.path_in(path.parent).resolve().is_relative_to(path.parent.resolve()):
             raise ManifestError(f"{path} names {entry.path!r}, which leaves its folder.")
     if manifest.scenario.num_tasks != len(manifest.tasks):
         raise ManifestError(f"{path} says {manifest.scenario.num_tasks} tasks but lists {len(manifest.tasks)}.")

@@ -54,7 +54,7 @@ def save_table(table: Table, path: Path) -> None:
 
 
 def load_table(manifest: Manifest, folder: Path) -> Table:
-    path = folder / manifest.samples.path
+    path = manifest.samples.path_in(folder)
     try:
         table: Table = np.load(path, allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:

@@ -55,8 +55,8 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> V
     if not quick:
         with Meter(console, sum(shard.count for shard in manifest.shards)) as meter:
             for entry in files.values():
-                if entry.path in whole and sha256_of(folder / entry.path) != entry.sha256:
-                    problems.append(f"{folder / entry.path} has changed: its checksum is not the manifest's.")
+                if entry.path in whole and sha256_of(file := entry.path_in(folder)) != entry.sha256:
+                    problems.append(f"{file} has changed: its checksum is not the manifest's.")
                     whole.discard(entry.path)
             if table is not None:
                 for number, shard in enumerate(manifest.shards):
@@ -87,7 +87,7 @@ def _other_manifests(folder: Path, path: Path, problems: list[str]) -> list[Mani
 
 
 def _has_its_size(folder: Path, entry: FileEntry, problems: list[str]) -> bool:
-    file = folder / entry.path
+    file = entry.path_in(folder)
     size = file.stat().st_size if file.is_file() else None
     if size == entry.bytes:
         return True
@@ -131,10 +131,10 @@ def _check_shard(
     format = formats()[shard.format]
     rows = table[table[f"{shard.format}_shard"] == number]
     rows = rows[np.argsort(rows[f"{shard.format}_place"])]
+    path = shard.path_in(folder)
     if len(rows) != shard.count:
-        problems.append(f"{folder / shard.path}: the table places {len(rows)} samples in it, not {shard.count}.")
+        problems.append(f"{path}: the table places {len(rows)} samples in it, not {shard.count}.")
         return 0
-    path = folder / shard.path
     row_of = {int(row["id"]): row for row in rows}
     contents: dict[int, Record] = {}
     count = 0

@@ -1,7 +1,8 @@
-"""Samples -> shards. One file a format; `formats` discovers them.
+"""Samples -> shards, and shards -> samples. One file a format; `formats` discovers them.
 
 A format module defines `FORMAT`, an object with the attributes below. Formats that are streamed write sample after
-sample into a part file. Derived formats are made from whole tar parts by a writer of their own.
+sample into a part file. Derived formats are made from whole tar parts by a writer of their own. Whoever wants a stored
+sample asks its format for a reader: how a row of the table becomes bytes is known nowhere else.
 """
 
 import importlib
@@ -9,6 +10,8 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from dataprep.encode import Encoded, Pixels
 from dataprep.table import Table
@@ -49,6 +52,19 @@ class ShardWriter(Protocol):
         ...
 
 
+class ShardReader(Protocol):
+    """Reads single samples of one open shard, in any order."""
+
+    def content(self, row: np.void) -> bytes | Pixels:
+        """Returns the sample of a row of the table: an encoded image, or pixels [height, width, 3].
+
+        A shard that was cut short may give fewer bytes than the row says; what that means is for the caller to say.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
 class DerivedWriter(Protocol):
     """Writes whole files, one after another."""
 
@@ -64,8 +80,12 @@ class Format(Protocol):
     suffix: str
     stores: Literal["jpeg", "pixels"]
 
+    def reader(self, shard: Path) -> ShardReader:
+        """Opens a shard for reading single samples."""
+        ...
+
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
-        """The shard's samples as they lie in it, checked against `rows`, the table's rows of this shard by place."""
+        """Yields the shard's samples as they lie in it, checked against `rows`: its rows of the table, by place."""
         ...
 
 
@@ -90,6 +110,7 @@ class ShardDamage(Exception):
 
 
 def formats() -> dict[str, Format]:
+    """Returns every format by its name."""
     found: dict[str, Format] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from dataprep.encode import Encoded
+from dataprep.encode import Encoded, Pixels
 from dataprep.table import Table
 from dataprep.writers import Place, Record, ShardDamage
 
@@ -56,6 +56,21 @@ class ArrayWriter:
         self._file.close()
 
 
+class ArrayReader:
+    """Maps a shard into memory; `pixels` is all of it, [samples, height, width, 3]."""
+
+    def __init__(self, shard: Path) -> None:
+        self.pixels: Pixels = np.load(shard, mmap_mode="r", allow_pickle=False)
+
+    def content(self, row: np.void | Table) -> Pixels:
+        """Returns the image of a row, or the images of several."""
+        image: Pixels = self.pixels[row["array_place"]]
+        return image
+
+    def close(self) -> None:
+        del self.pixels  # unmapped with the last view of it
+
+
 class ArrayFormat:
     name = "array"
     suffix = ".npy"
@@ -64,9 +79,12 @@ class ArrayFormat:
     def open(self, path: Path) -> ArrayWriter:
         return ArrayWriter(path)
 
+    def reader(self, shard: Path) -> ArrayReader:
+        return ArrayReader(shard)
+
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
         try:
-            pixels = np.load(shard, mmap_mode="r", allow_pickle=False)
+            pixels = self.reader(shard).pixels
         except (OSError, EOFError, ValueError) as error:
             raise ShardDamage(f"{shard} is not a whole array ({error})") from None
         if pixels.dtype != np.uint8 or pixels.ndim != 4 or len(pixels) != len(rows):

@@ -1,7 +1,6 @@
 """FFCV's .beton: one file for each task and split, made from whole tar parts, so its JPEGs are theirs byte for byte."""
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -13,6 +12,7 @@ from dataprep.table import Table
 from dataprep.writers import Record, ShardDamage
 from dataprep.writers.beton import BetonError, BetonFile, JpegRecord
 from dataprep.writers.ffcv_process import INSTALL, BetonWriter
+from dataprep.writers.tar import TarReader
 
 
 class TarRecords:
@@ -22,18 +22,17 @@ class TarRecords:
         self._parts = parts
         self._rows: Table = np.concatenate(rows)
         self._part_of_row = np.repeat(np.arange(len(rows)), [len(part) for part in rows])
-        self._files: dict[int, int] = {}  # opened on first use, in the process that uses them
+        self._readers: dict[int, TarReader] = {}  # opened on first use, in the process that uses them
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> JpegRecord:
         row, part = self._rows[index], int(self._part_of_row[index])
-        if part not in self._files:
-            self._files[part] = os.open(self._parts[part], os.O_RDONLY)
-        num_bytes = int(row["tar_bytes"])
-        jpeg = os.pread(self._files[part], num_bytes, int(row["tar_place"]))
-        if len(jpeg) != num_bytes:
+        if part not in self._readers:
+            self._readers[part] = TarReader(self._parts[part])
+        jpeg = self._readers[part].content(row)
+        if len(jpeg) != int(row["tar_bytes"]):
             raise OSError(f"{self._parts[part]} ends inside sample {row['id']}")
         numbers = {name: int(row[name]) for name in ("width", "height", "label", "id", "domain")}
         return JpegRecord(jpeg=jpeg, **numbers)
@@ -60,6 +59,20 @@ class FfcvWriter:
         self._betons.close()
 
 
+class FfcvReader:
+    """Reads JPEGs of a finished file, which is checked when it is opened."""
+
+    def __init__(self, shard: Path) -> None:
+        self.beton = BetonFile(shard)
+
+    def content(self, row: np.void) -> bytes:
+        """Returns the JPEG of a row."""
+        return self.beton[int(row["ffcv_place"])].jpeg
+
+    def close(self) -> None:
+        del self.beton
+
+
 class FfcvFormat:
     name = "ffcv"
     suffix = ".beton"
@@ -71,6 +84,9 @@ class FfcvFormat:
 
     def derive(self, num_workers: int) -> FfcvWriter:
         return FfcvWriter(num_workers)
+
+    def reader(self, shard: Path) -> FfcvReader:
+        return FfcvReader(shard)
 
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
         try:

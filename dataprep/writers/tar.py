@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from dataprep.encode import Encoded
 from dataprep.table import Table
 from dataprep.writers import Place, Record, ShardDamage
@@ -85,6 +87,20 @@ class TarWriter:
         self._file.close()
 
 
+class TarReader:
+    """Reads members by their offsets; nothing of the archive's own structure is looked at."""
+
+    def __init__(self, shard: Path) -> None:
+        self._file = os.open(shard, os.O_RDONLY)
+
+    def content(self, row: np.void) -> bytes:
+        """Returns the encoded image of a row."""
+        return os.pread(self._file, int(row["tar_bytes"]), int(row["tar_place"]))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
 class TarFormat:
     name = "tar"
     suffix = ".tar"
@@ -92,6 +108,9 @@ class TarFormat:
 
     def open(self, path: Path) -> TarWriter:
         return TarWriter(path)
+
+    def reader(self, shard: Path) -> TarReader:
+        return TarReader(shard)
 
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
         """Walks the archive as any tar tool would, and holds each member against its row."""

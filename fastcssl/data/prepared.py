@@ -28,6 +28,10 @@ class Prepared:
         manifest = load_manifest(path)
         return cls(manifest=manifest, folder=path.parent, table=load_table(manifest, path.parent))
 
+    def shard_path(self, number: int) -> Path:
+        """Returns where a shard of the manifest is."""
+        return self.manifest.shards[number].path_in(self.folder)
+
     def rows(self, selection: "Selection") -> npt.NDArray[np.int64]:
         """The table's rows of a selection, in the order of ids."""
         num_tasks = len(self.manifest.tasks)

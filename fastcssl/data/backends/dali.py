@@ -13,11 +13,12 @@ N samples, V views.
 """
 
 import io
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from dataprep import _codec
+from dataprep.writers.tar import TarReader
 from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalBatch, LocalPlan
 from fastcssl.data.backends.dali_graph import Inputs, inputs_of, make_pipeline
 from fastcssl.data.prepared import Prepared
@@ -288,8 +290,8 @@ class DaliBackend:
     def _read(self, row: int) -> bytes:
         sample = self._data.table[row]
         num_bytes = int(sample["tar_bytes"])
-        with open(self._path(row), "rb", buffering=0) as shard:
-            content = os.pread(shard.fileno(), num_bytes, int(sample["tar_place"]))
+        with closing(TarReader(self._path(row))) as shard:
+            content = shard.content(sample)
         if len(content) != num_bytes:
             raise OSError(f"the shard ends after {len(content)} of its {num_bytes} bytes")
         return content
@@ -302,8 +304,8 @@ class DaliBackend:
                 raise OSError(f"it is {image.size[0]} x {image.size[1]} pixels, not as prepared")
         _codec.decode(encoded, 8)
 
-    def _path(self, row: int) -> str:
-        return str(self._data.folder / self._data.manifest.shards[int(self._data.table["tar_shard"][row])].path)
+    def _path(self, row: int) -> Path:
+        return self._data.shard_path(int(self._data.table["tar_shard"][row]))
 
     def _named(self, row: int, reason: object) -> str:
         return f"sample {self._data.table['id'][row]} in {self._path(row)}: {reason}"

@@ -149,7 +149,7 @@ class EngineBackend:
         )
 
     def _path(self, shard: int) -> Path:
-        return self._data.folder / self._data.manifest.shards[shard].path
+        return self._data.shard_path(shard)
 
     def _named(self, batch: LocalBatch, place: int, why: str) -> str:
         row = self._data.table[batch.row_N[place]]

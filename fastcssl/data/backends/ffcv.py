@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from dataprep import _codec
-from dataprep.writers.beton import BetonError, BetonFile
+from dataprep.writers.beton import BetonError
+from dataprep.writers.ffcv import FfcvReader
 from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalBatch, LocalPlan
 from fastcssl.data.backends.ffcv_decoder import NO_MEMORY, BetonReader, Part, Threads, crop_jpeg, open_reader
 from fastcssl.data.prepared import Prepared
@@ -29,7 +30,7 @@ _PATIENCE_SECONDS = 1.0  # between two looks at whether a thread still lives
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Beton:
     path: Path
-    file: BetonFile
+    file: FfcvReader
     reader: BetonReader
 
 
@@ -161,7 +162,7 @@ class FfcvBackend:
 
     def _jpeg(self, row: int) -> bytes:
         sample = self._data.table[row]
-        return self._beton(int(sample["ffcv_shard"])).file[int(sample["ffcv_place"])].jpeg
+        return self._beton(int(sample["ffcv_shard"])).file.content(sample)
 
     def _named(self, row: int, why: str) -> str:
         sample = self._data.table[row]
@@ -170,7 +171,7 @@ class FfcvBackend:
     # ---- Files ----
 
     def _path(self, shard: int) -> Path:
-        return self._data.folder / self._data.manifest.shards[shard].path
+        return self._data.shard_path(shard)
 
     def _beton(self, shard: int) -> _Beton:
         if shard not in self._betons:
@@ -180,7 +181,7 @@ class FfcvBackend:
     def _opened(self, shard: int) -> _Beton:
         path = self._path(shard)
         try:
-            file = BetonFile(path)  # FFCV itself believes everything a file says
+            file = FfcvReader(path)  # FFCV itself believes everything a file says
         except BetonError as error:
             raise LoaderError(str(error)) from None
         reader = open_reader(
@@ -189,7 +190,7 @@ class FfcvBackend:
         table = self._data.table[self._data.table["ffcv_shard"] == shard]
         image_S, id_S = (reader.metadata[name] for name in ("f0", "f2"))
         place_S = table["ffcv_place"]
-        agrees = len(table) == 0 or (0 <= place_S.min() and place_S.max() < len(file))
+        agrees = len(table) == 0 or (0 <= place_S.min() and place_S.max() < len(file.beton))
         for name, stored_S in (("id", id_S), ("width", image_S["width"]), ("height", image_S["height"])):
             agrees = agrees and np.array_equal(stored_S[place_S].reshape(-1), table[name])
         if not agrees:

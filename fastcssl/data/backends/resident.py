@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dataprep.writers.array import ArrayReader
 from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalPlan
 from fastcssl.data.backends.engine import EngineBackend
 from fastcssl.data.backends.geometry import crop_batch
@@ -28,20 +29,20 @@ class ResidentBackend(EngineBackend):
         self._batched = config.device.type != "cpu"  # a test may ask for it on the CPU too
         self._resident: torch.Tensor | None = None
         self._slot_of_row: npt.NDArray[np.int64] = np.full(len(data.table), -1, np.int64)
-        self._arrays: dict[int, npt.NDArray[np.uint8]] = {}
+        self._arrays: dict[int, ArrayReader] = {}
 
     def _map(self, shard: int) -> int:
-        pixels = self._array(shard)
+        pixels = self._array(shard).pixels
         offset = pixels.offset if isinstance(pixels, np.memmap) else 0
         try:
             return self._live().map_array(str(self._path(shard)), int(offset), *pixels.shape[:3])
         except RuntimeError as error:
             raise LoaderError(f"{error}. Run fastcssl-prep verify {self._data.folder}.") from None
 
-    def _array(self, shard: int) -> npt.NDArray[np.uint8]:
+    def _array(self, shard: int) -> ArrayReader:
         if shard not in self._arrays:
             try:
-                self._arrays[shard] = np.load(self._path(shard), mmap_mode="r", allow_pickle=False)
+                self._arrays[shard] = ArrayReader(self._path(shard))
             except (OSError, EOFError, ValueError) as error:
                 raise LoaderError(f"{self._path(shard)} cannot be read ({error}). Build the data set again.") from None
         return self._arrays[shard]
@@ -85,7 +86,7 @@ class ResidentBackend(EngineBackend):
         images_NHW3 = np.empty((len(rows), int(rows["height"][0]), int(rows["width"][0]), 3), np.uint8)
         for shard in np.unique(rows["array_shard"]).tolist():
             mine = rows["array_shard"] == shard
-            images_NHW3[mine] = self._array(shard)[rows["array_place"][mine]]
+            images_NHW3[mine] = self._array(shard).content(rows[mine])
         return images_NHW3
 
     def close(self) -> None:

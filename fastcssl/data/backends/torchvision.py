@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 
 from dataprep import _codec
-from dataprep.writers.beton import BetonFile
+from dataprep.writers import ShardReader, formats
 from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalPlan
 from fastcssl.data.prepared import Prepared
 from fastcssl.data.views import ViewSpec
 
+_MAX_OPEN = 256  # shards: a data set may have more than files that a process may open
 _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
@@ -27,7 +28,7 @@ class TorchvisionBackend:
     def __init__(self, data: Prepared, config: BackendConfig) -> None:
         self._data, self._policy = data, config.policy
         self._format = next(format for format in self.formats if format in data.manifest.formats)
-        self._betons: dict[Path, BetonFile] = {}
+        self._readers: dict[Path, ShardReader] = {}
         self._seconds = {"decode": 0.0, "crop": 0.0}  # reading is part of decoding
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
@@ -54,19 +55,11 @@ class TorchvisionBackend:
 
     def image(self, row: int) -> Image.Image:
         sample = self._data.table[row]
-        path = self._data.folder / self._data.manifest.shards[int(sample[f"{self._format}_shard"])].path
-        place, num_bytes = int(sample[f"{self._format}_place"]), int(sample[f"{self._format}_bytes"])
+        path = self._data.shard_path(int(sample[f"{self._format}_shard"]))
         try:
-            if self._format == "array":
-                return Image.fromarray(np.load(path, mmap_mode="r", allow_pickle=False)[place])
-            if self._format == "ffcv":
-                if path not in self._betons:
-                    self._betons[path] = BetonFile(path)
-                content = self._betons[path][place].jpeg
-            else:
-                with path.open("rb") as shard:
-                    shard.seek(place)
-                    content = shard.read(num_bytes)
+            content = self._reader(path).content(sample)
+            if not isinstance(content, bytes):
+                return Image.fromarray(content)
             _codec.decode(content, 8)  # Pillow shows grey where data is missing; this says so
             image = Image.open(io.BytesIO(content))
             image.load()
@@ -76,11 +69,19 @@ class TorchvisionBackend:
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise LoaderError(f"sample {sample['id']} in {path}: {error}") from None
 
+    def _reader(self, path: Path) -> ShardReader:
+        if path not in self._readers:
+            if len(self._readers) == _MAX_OPEN:
+                self._readers.pop(next(iter(self._readers))).close()
+            self._readers[path] = formats()[self._format].reader(path)
+        return self._readers[path]
+
     def stage_seconds(self) -> dict[str, float]:
         return dict(self._seconds)
 
     def close(self) -> None:
-        self._betons.clear()
+        while self._readers:
+            self._readers.popitem()[1].close()
 
 
 def crop_and_resize(image: Image.Image, spec: ViewSpec, box_4: npt.NDArray[np.float32]) -> torch.Tensor:
