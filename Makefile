@@ -1,11 +1,13 @@
-# The only commands a person or CI needs: make demo, make test, make check, make bench.
+# The only commands a person or CI needs: make demo, make quick, make test, make bench.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LINT := .venv-lint/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 INPUTS := pyproject.toml setup.py constraints.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test check format bench sweep wheel clean
+.PHONY: demo lint check quick test integration format bench sweep wheel clean
 
 ## make demo: prepare the embedded data set, look at it, train MoCo + PNR through its three tasks, probe and report it
 demo: $(VENV)/installed
@@ -23,14 +25,31 @@ demo: $(VENV)/installed
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-check: $(VENV)/installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+## make lint: ruff and clang-format, in an environment of their own that has no torch
+lint: .venv-lint/installed
+	$(LINT)/ruff check .
+	$(LINT)/ruff format --check .
+	$(LINT)/clang-format --dry-run -Werror $(CXX_FILES)
+
+## make check: lint, and mypy
+check: lint $(VENV)/installed-dev
 	$(BIN)/mypy
 
-format: $(VENV)/installed-dev
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+## make quick: lint, and the tests of .ci/quick-tests, which need neither FFCV nor DALI nor a browser
+quick: lint $(VENV)/installed-quick
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+	  -k "not ffcv and not dali" $$(cat .ci/quick-tests)
+
+## make integration: tests that need another system, such as SLURM, Ray, a tracker or a notebook server
+integration: $(VENV)/installed-dev
+	@if find tests/integration -name 'test_*.py' 2>/dev/null | grep -q .; then \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration; \
+	else echo "There are no integration tests yet."; fi
+
+format: .venv-lint/installed
+	$(LINT)/ruff check --fix .
+	$(LINT)/ruff format .
+	$(LINT)/clang-format -i $(CXX_FILES)
 
 ## make bench: loader, kernel, prep, evaluate and train in their quick form; one table of ratios, and charts
 bench: $(VENV)/installed-bench
@@ -52,6 +71,13 @@ $(VENV)/bin/python:
 	@echo "Installing torch and torchvision (5 GB unpacked; once)."
 	$(PIP) torch torchvision
 
+# It ignores itself, so that neither git nor ruff looks into it.
+.venv-lint/installed: .ci/lint.txt
+	$(PYTHON) -m venv .venv-lint
+	@echo '*' > .venv-lint/.gitignore
+	$(LINT)/python -m pip install --quiet --disable-pip-version-check --requirement .ci/lint.txt
+	@touch $@
+
 # setuptools and pybind11 first: building without isolation keeps rebuilds quick.
 $(VENV)/installed: $(INPUTS) | $(VENV)/bin/python
 	.ci/packages $(PYTHON)
@@ -59,12 +85,16 @@ $(VENV)/installed: $(INPUTS) | $(VENV)/bin/python
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
+$(VENV)/installed-quick: $(VENV)/installed .ci/quick.txt
+	$(PIP) --requirement .ci/quick.txt
+	@touch $@
+
 # One install with everything, not one after the other: each compiles csrc.
 $(VENV)/installed-dev: $(INPUTS) | $(VENV)/bin/python
 	.ci/packages $(PYTHON) dev
 	$(PIP) "setuptools>=77" "pybind11>=2.13"
 	$(PIP) --no-build-isolation --editable ".[dev,ffcv,dali]"
-	@touch $(VENV)/installed $@
+	@touch $(VENV)/installed $(VENV)/installed-quick $@
 
 # Of what lightly asks for, the benchmark uses the second; where it cannot be had, that comparison is left out.
 $(VENV)/installed-bench: $(VENV)/installed-dev
