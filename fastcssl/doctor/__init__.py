@@ -54,7 +54,7 @@ REPORT_IT = "This should not happen: please report it, with the output of fastcs
 
 
 def run_checks(title: str, checks: Iterable[tuple[str, Callable[[], Finding | Iterable[Finding]]]]) -> Section:
-    """A look that raises is a failure of what it looked at, not of the doctor."""
+    """Returns what the looks found; one that raises is a failure of what it looked at, not of the doctor."""
     findings: list[Finding] = []
     for name, function in checks:
         try:

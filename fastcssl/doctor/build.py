@@ -50,7 +50,7 @@ def codec() -> Finding:
 
 
 def _libjpeg(extension: Path) -> str:
-    """Which file it came from, as far as the system tells."""
+    """Returns which file it came from, as far as the system tells."""
     maps = Path("/proc/self/maps")
     if maps.exists():
         for line in maps.read_text().splitlines():
@@ -76,7 +76,7 @@ def operators() -> Finding:
 
 
 def compiler() -> Finding:
-    """What would build it again here, and what torch.compile would use."""
+    """Says what would build it again here, and what torch.compile would use."""
     module = _import("fastcssl.data._native")
     # setup.py's flags; kernels come in three versions, and the CPU's own is chosen when they run.
     built_by = (

@@ -9,7 +9,7 @@ from fastcssl.doctor import REINSTALL, Section, failed, gpus, machine, packages
 
 
 def diagnose(data: Path | str | None = None, *, full: bool = False) -> list[Section]:
-    """What machine, build, packages and cards can do, as `fastcssl-doctor` says it; what fails is not raised.
+    """Returns what machine, build, packages and cards can do, as `fastcssl-doctor` says it; nothing is raised.
 
     data: a folder whose disk is timed. full: also run tests/gpu, from a clone: minutes.
     """

@@ -73,6 +73,6 @@ def _built_for() -> list[str]:
 
 
 def _runs(code: str, major: int, minor: int) -> bool:
-    """Machine code runs on later minor versions of its major one; the newest is stored as PTX too, for later majors."""
+    """Returns whether code runs on a card: on later minor versions of its major one and, by PTX, on later majors."""
     number = int(code.rstrip("af"))
     return (number // 10 == major and number % 10 <= minor) or number // 10 < major

@@ -103,7 +103,7 @@ def shared_memory(path: str = "/dev/shm") -> Finding:
 
 
 def disk(data: Path) -> Finding:
-    """How fast files under `data` are read, past the system's cache where it can be passed."""
+    """Measures how fast files under `data` are read, past the system's cache where it can be passed."""
     if not data.exists():
         return failed("disk", f"{data} does not exist", "Give a folder that does: fastcssl-doctor --data DIR.")
     read, seconds, was_cold = 0, 0.0, True

@@ -72,7 +72,7 @@ def optional(package: Optional) -> Finding:
 
 
 def apex() -> Finding:
-    """Only its fused SGD is of use, and PyPI's package of that name is another."""
+    """Looks for apex: only its fused SGD is of use, and PyPI's package of that name is another."""
     build = "build github.com/NVIDIA/apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation ."
     if not _is_there("apex"):
         return note("apex", "not installed; torch's optimisers are used", f"For --optim.implementation apex: {build}")

@@ -30,7 +30,7 @@ class Problem(NamedTuple):
 
     @property
     def flop(self) -> int:
-        """Of the two products without which there is neither loss nor gradient."""
+        """Returns the operations of the two products without which there is neither loss nor gradient."""
         return 4 * self.query_ND.shape[0] * self.num_keys * self.query_ND.shape[1]
 
 
@@ -48,7 +48,7 @@ def problem(
     num_clusters: int = 0,
     seed: int = 0,
 ) -> Problem:
-    """Unit vectors: in all directions, or around a few centres, as those of a trained network are."""
+    """Returns unit vectors: in all directions, or around a few centres, as those of a trained network are."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(count: int) -> Tensor:
@@ -85,7 +85,7 @@ def _moco(query_ND: Tensor, given: Problem) -> Tensor:
 
 
 def _logsumexp(query_ND: Tensor, given: Problem) -> Tensor:
-    """Neither a copy of the banks nor one of the logits."""
+    """Computes it with neither a copy of the banks nor one of the logits."""
     scaled_ND = query_ND / given.temperature
     positive_N = (scaled_ND * given.positive_ND).sum(dim=1)
     parts = [(scaled_ND @ bank.to(query_ND.dtype).T).logsumexp(dim=1) for bank in given.banks]
@@ -128,12 +128,12 @@ flash: Contender = torch.no_grad()(_flash)
 
 
 def compiled() -> Contender:
-    """torch.compile of MoCo's code; compiles at its first call, for that call's shapes."""
+    """Returns torch.compile of MoCo's code, which compiles at its first call, for that call's shapes."""
     return _with_gradient(torch.compile(_moco, dynamic=False))
 
 
 def chunked(chunk: int) -> Contender:
-    """Our sweep in plain torch."""
+    """Returns our sweep in plain torch."""
 
     def loss(query_ND: Tensor, given: Problem) -> Tensor:
         return info_nce_chunked(query_ND, given.positive_ND, given.banks, given.temperature, chunk=chunk)
@@ -201,11 +201,11 @@ class Errors(NamedTuple):
         return cls(*(_largest(mine, theirs) for mine, theirs in zip(answer, expected, strict=True)))
 
     def budget(self) -> "Errors":
-        """What we may have where plain torch has these: twice that and 1e-5."""
+        """Returns what we may have where plain torch has these: twice that and 1e-5."""
         return Errors(2 * self.loss + 1e-5, 2 * self.gradient + 1e-5)
 
     def over(self, budget: "Errors") -> float:
-        """1: the budget is used up. Nothing but a number is within it."""
+        """Returns the share of the budget; at 1 it is used up. Nothing but a number is within it."""
         shares = [mine / allowed for mine, allowed in zip(self, budget, strict=True)]
         return max(shares) if all(map(math.isfinite, shares)) else math.inf
 
@@ -215,5 +215,5 @@ def _largest(mine: Tensor, theirs: Tensor) -> float:
 
 
 def plain(given: Problem) -> Answer:
-    """Plain torch on the same numbers, widened to float32 where stored in half."""
+    """Returns what plain torch makes of the same numbers, widened to float32 where stored in half."""
     return eager_moco(given._replace(banks=tuple(bank.float() for bank in given.banks)))

@@ -35,7 +35,7 @@ class Features:
         return len(self.h_NF)
 
     def __getitem__(self, rows_N: Tensor) -> "Features":
-        """Some of the rows, by a mask or by ascending indices."""
+        """Returns some of the rows, by a mask or by ascending indices."""
         return Features(h_NF=self.h_NF[rows_N], label_N=self.label_N[rows_N], id_N=self.id_N[rows_N])
 
 
@@ -49,7 +49,7 @@ def features(
     world: World | None = None,
     keep_on: torch.device | str = "cpu",
 ) -> Features:
-    """Every sample of a finite stream of one view, through the encoder in eval mode: no BN statistic moves.
+    """Returns every sample of a finite stream of one view, embedded in eval mode: no BN statistic moves.
 
     Each rank takes its share and all of them get all rows. A sample that could not be decoded is left out: the
     stream's replacement for it comes by itself too, and counts once. `epoch` only matters to a random policy.
@@ -74,7 +74,7 @@ def features_of(
     spill: Path | None = None,
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> list[Features | None]:
-    """`features` of several encoders, each image decoded once for all.
+    """Returns `features` of several encoders, each image decoded once for all.
 
     `mine`: which encoders' rows this rank keeps; the others are None. `spill`: a folder for rows of more than a
     gigabyte, memory-mapped and without a name, so that they end with the process. `on_batch` gets the number of images.
@@ -120,7 +120,7 @@ def _room(num_rows: int, num_features: int, device: torch.device | str, spill: P
 def embed(
     encoder: nn.Module, views: tuple[Tensor, ...], *, device: torch.device, amp_dtype: torch.dtype | None
 ) -> Tensor:
-    """The encoder's output for a batch of one view, in float32; in whichever mode and grad mode the caller set."""
+    """Returns the encoder's output for a batch of one view, in float32; mode and grad mode are the caller's."""
     if len(views) != 1:
         raise ValueError(f"Features are of one view, but the batch has {len(views)}. Use a probe-val policy.")
     view = views[0].to(device, non_blocking=True)
@@ -149,7 +149,7 @@ def _in_order(found: Features) -> Features:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Matrix products without TF32 or bfloat16 shortcuts, whatever the training chose."""
+    """Computes matrix products without TF32 or bfloat16 shortcuts, whatever the training chose."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -180,10 +180,10 @@ def finite(found: Features) -> tuple[Features, int]:
 
 
 def _is_finite(h_NF: Tensor) -> Tensor:
-    """By row, in chunks: a flag for every element would be a quarter of the features."""
+    """Returns a flag a row, in chunks: a flag for every element would be a quarter of the features."""
     return torch.cat([part.isfinite().all(dim=1) for part in torch.split(h_NF, max(1, _MAX_ELEMENTS // h_NF.shape[1]))])
 
 
 def top1(predicted_M: Tensor, val: Features) -> float:
-    """NaN for no rows at all."""
+    """Returns the share of right predictions; NaN for no rows at all."""
     return int((predicted_M == val.label_N).sum()) / len(val) if len(val) else math.nan

@@ -184,7 +184,7 @@ class ParityProbe:
         amp_dtype: torch.dtype | None = None,
         world: World | None = None,
     ) -> None:
-        """`config` and `optim` are the run's. `view`: of validation. `lr`: the peak, which no batch size scales."""
+        """Takes the run's `config` and `optim`. `view`: of validation. `lr`: the peak, which no batch size scales."""
         self._data, self._config, self._view = data, config, view
         self._optim = replace(optim, lr=lr, weight_decay=0.0)
         self._amp_dtype, self._world = amp_dtype, world or World()

@@ -107,7 +107,7 @@ class SideBySide:
         ]
 
     def _circumstances(self) -> dict[str, Any]:
-        """What else decides the numbers."""
+        """Returns what else decides the numbers."""
         view = self._views.val[0]
         noted: dict[str, Any] = {
             "size_px": view.size_px,
@@ -145,7 +145,7 @@ class SideBySide:
         )
 
     def _seen(self, target: Target) -> list[list[int]]:
-        """Which columns each checkpoint has learnt."""
+        """Returns which columns each checkpoint has learnt."""
         same = self._plan.follows_tasks and target.manifest_sha256 == self._sha256
         return [checkpoint.noted.seen if same else [] for checkpoint in target.checkpoints]
 
@@ -293,7 +293,7 @@ class SideBySide:
         )
 
     def _ft(self, slot: _Slot) -> list[float | None] | None:
-        """FT_i from the references' tables under the same settings; what an earlier evaluation knew stays."""
+        """Returns FT_i from the references' tables under the same settings; what an earlier evaluation knew stays."""
         before = slot.known.reference.ft if slot.known is not None and not self._request.again else None
         found: list[float | None] = list(before) if before else [None] * len(self._plan.columns)
         tables = [other for other in self._slots if other.noted == slot.noted]

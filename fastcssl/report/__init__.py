@@ -76,7 +76,7 @@ def _pictures(runs: Sequence[RunRecord], comparisons: Sequence[Comparison]) -> d
 
 
 def _range(runs: Sequence[RunRecord], run: RunRecord, result: Evaluation) -> tuple[float, float]:
-    """In percent, over all tables of the recipe under the same probe and scope, so that their colours compare."""
+    """Returns least and most in percent, over all tables of the recipe, probe and scope, so that colours compare."""
     alike = [
         100 * value
         for other in runs

@@ -76,11 +76,11 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """Every mismatch once, in the order of the rows."""
+        """Returns every mismatch once, in the order of the rows."""
         return list(dict.fromkeys(note for row in self.rows for note in row.mismatches))
 
     def marks(self, row: ComparisonRow) -> str:
-        """Which notes are about the row: "a, c"."""
+        """Returns which notes are about the row: "a, c"."""
         notes = self.notes
         return ", ".join(mark(notes.index(note)) for note in row.mismatches)
 
@@ -102,7 +102,7 @@ def mark(number: int) -> str:
 
 
 def evaluation_title(found: Evaluation, alike: Sequence[Evaluation] = (), *, of_row: bool = False) -> str:
-    """`alike`: others of its probe and scope; settings by which they differ are named, those of rows if asked."""
+    """Returns probe and scope, and the settings by which it differs from those `alike`; those of rows if asked."""
     scope = SCOPES.get(found.scope) or f"on {found.scope.removeprefix(DOWNSTREAM)}"
     telling = (*_OF_TABLE, *_OF_ROW) if of_row else _OF_TABLE
     keys = dict.fromkeys(key for other in alike for key in other.settings if key in telling)
@@ -115,7 +115,7 @@ def evaluation_title(found: Evaluation, alike: Sequence[Evaluation] = (), *, of_
 
 
 def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
-    """One for each recipe and evaluation that a run has results of."""
+    """Returns a comparison for each recipe and evaluation that a run has results of."""
     pairs = [(run, found) for run in runs for found in run.evaluations]
     tables: dict[tuple[str, ...], Comparison] = {}
     groups: dict[tuple[str, ...], list[tuple[RunRecord, Evaluation]]] = {}
@@ -137,7 +137,7 @@ def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
 
 
 def _about(run: RunRecord) -> str:
-    """What was trained on; a run may have taken a recipe's settings to data of its own."""
+    """Returns what was trained on; a run may have taken a recipe's settings to data of its own."""
     if run.recipe not in RECIPES:
         return ""
     data = RECIPES[run.recipe]
@@ -197,7 +197,7 @@ def _row(
 
 
 def _differences(mine: tuple[RunRecord, Evaluation], family: list[tuple[RunRecord, Evaluation]]) -> list[str]:
-    """By what settings a row differs from others of its name."""
+    """Returns by what settings a row differs from others of its name."""
     named = []
     for label, values in (("", [_deciding(run) for run, _ in family]), ("probe ", [_asked(r) for _, r in family])):
         own = values[next(place for place, pair in enumerate(family) if pair[0] is mine[0] and pair[1] is mine[1])]

@@ -125,7 +125,7 @@ def _axes(height: float = _HEIGHT, rows: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def _line(number: int) -> dict[str, Any]:
-    """Where the colours begin again, markers and dashes have moved on by one."""
+    """Returns a line's style. Where the colours begin again, markers and dashes have moved on by one."""
     shape = number + number // len(LINES)
     return {
         "color": LINES[number % len(LINES)],
@@ -144,7 +144,7 @@ def _legend(figure: Figure, axes: Axes, columns: int) -> None:
 
 
 def short_names(found: Evaluation) -> list[str]:
-    """Of the columns: their names where these are short enough for an axis, else their numbers."""
+    """Returns the columns' names where these are short enough for an axis, else their numbers."""
     names = found.columns
     if max(map(len, names)) <= (9 if len(names) <= 7 else 4):
         return list(names)
@@ -152,7 +152,7 @@ def short_names(found: Evaluation) -> list[str]:
 
 
 def matrix(name: str, found: Evaluation, low: float, high: float) -> Picture:
-    """`low` and `high`: of the colours, shared by all tables that are looked at together."""
+    """Draws the table. `low` and `high`: of the colours, shared by all tables that are looked at together."""
     num_rows, num_columns = len(found.top1), len(found.columns)
 
     def make() -> Figure:
@@ -216,7 +216,7 @@ def _border(seen: Sequence[set[int]], num_columns: int) -> Iterator[tuple[tuple[
 
 
 def curves(name: str, found: Evaluation) -> Picture:
-    """The paper's figure 4: a_{k,t} of each task k, and their mean."""
+    """Draws the paper's figure 4: a_{k,t} of each task k, and their mean."""
 
     def make() -> Figure:
         num_lines = len(found.columns)
@@ -246,7 +246,7 @@ def curves(name: str, found: Evaluation) -> Picture:
 
 
 def averages(name: str, rows: Sequence[ComparisonRow]) -> Picture:
-    """A_t of every row; a band of one standard deviation where there are several seeds and few rows."""
+    """Draws A_t of every row; a band of one standard deviation where there are several seeds and few rows."""
     has_bands = len(rows) <= _MAX_BANDS and any(row.num_seeds > 1 for row in rows)
 
     def make() -> Figure:
@@ -303,7 +303,7 @@ def training(name: str, run: RunRecord) -> Picture:
 
 
 def _term(report: StepReport, name: str) -> float:
-    """Alone it is the loss itself."""
+    """Returns a term of the loss; NaN where it is alone and so the loss itself."""
     return report.terms.get(name, math.nan) if len(report.terms) > 1 else math.nan
 
 

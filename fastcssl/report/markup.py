@@ -13,7 +13,7 @@ _VOID = ("meta", "br", "hr")
 
 
 def el(name: str, /, *children: "str | Html | None", **attributes: str | None) -> Html:
-    """An element. `class_` and `for_` lose their underscore; None is left out, as a child and as an attribute."""
+    """Returns an element. `class_` and `for_` lose their underscore; None is left out, as child and as attribute."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
         for key, value in attributes.items()
@@ -29,7 +29,7 @@ def joined(*children: "str | Html | None") -> Html:
 
 
 def table(head: list["str | Html"], rows: list[list["str | Html"]], *, classes: list[str | None] | None = None) -> Html:
-    """In a box of its own that scrolls. The first cell of a row is its heading. `classes`: of the columns."""
+    """Returns a table in a box that scrolls. The first cell of a row is its heading. `classes`: of the columns."""
     kinds = classes or [None] * len(head)
     top = el("tr", *(el("th", cell, scope="col", class_=kind) for cell, kind in zip(head, kinds, strict=True)))
     body = [

@@ -171,7 +171,7 @@ def _evaluated(found: Evaluation) -> Html:
 
 
 def _bound(found: Verdict) -> Html:
-    """The sentence, and the shares of the time as a bar."""
+    """Returns the sentence, and the shares of the time as a bar."""
     shares = [(stage, value) for stage, value in found.shares.items() if value >= 0.005]
     color = {
         stage: f"var(--line{_STAGE_LINES.index(stage) % 7 if stage in _STAGE_LINES else 6})" for stage, _ in shares
@@ -207,7 +207,7 @@ def _tasks(run: RunRecord) -> Html:
 
 
 def _configuration(run: RunRecord) -> Html:
-    """Every value with where it comes from; what the command line said stands out."""
+    """Returns every value with where it comes from; what the command line said stands out."""
     rows = []
     for key, value in run.values.items():
         source = run.sources.get(key, "")

@@ -122,13 +122,13 @@ class Bench:
 
 
 def rows_of(found: Features, ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Features:
-    """Those of these ids, without a copy when it is all of them."""
+    """Returns the rows of these ids, without a copy when it is all of them."""
     mine_N = torch.from_numpy(np.isin(found.id_N.cpu().numpy(), ids)).to(found.h_NF.device)
     return found if bool(mine_N.all()) else found[mine_N]
 
 
 def hits(plan: Plan, val: Features, guess: Callable[[int, Features], Tensor]) -> Hits:
-    """`guess`: from a group's number and validation rows to labels [M, 5], -1 for none."""
+    """Counts what is right. `guess`: from a group's number and validation rows to labels [M, 5], -1 for none."""
     top1, top5 = [0] * len(plan.columns), [0] * len(plan.columns)
     for number, group in enumerate(plan.groups):
         rows = rows_of(val, np.concatenate([plan.columns[i].val_ids for i in group.columns]))
@@ -143,7 +143,7 @@ def hits(plan: Plan, val: Features, guess: Callable[[int, Features], Tensor]) ->
 def on_all_ranks(
     found: dict[tuple[int, int], Hits], shape: Sequence[int], num_columns: int, world: World
 ) -> list[list[Hits]]:
-    """By contender and setting, from the rank that has it to all. `shape`: settings of each contender."""
+    """Returns, by encoder and setting, what one rank has, on all of them. `shape`: settings of each encoder."""
     table = torch.zeros(sum(shape), 2, num_columns, dtype=torch.float64)
     places = [(e, s) for e, count in enumerate(shape) for s in range(count)]
     for row, place in enumerate(places):
@@ -161,7 +161,7 @@ def from_features(
     bench: Bench,
     guess: Callable[[Features, Features, ProbeSettings], Tensor],
 ) -> list[list[Hits]]:
-    """One pass over the validation and one over the training images; the ranks share the encoders.
+    """Makes one pass over the validation and one over the training images; the ranks share the encoders.
 
     `guess`: from training rows, validation rows and settings to labels [M, 5], -1 for none.
     """

@@ -30,16 +30,16 @@ class LinearHead:
     loss: float  # mean cross-entropy of the training rows + penalty
 
     def predict(self, found: Features) -> Tensor:
-        """The most likely label of every row, int64 on the features' device."""
+        """Returns the most likely label of every row, int64 on the features' device."""
         return self.guess(found)[:, 0]
 
     def guess(self, found: Features) -> Tensor:
-        """The five most likely labels of every row, the likeliest first, -1 where there are fewer classes."""
+        """Returns the five most likely labels of every row, the likeliest first, -1 where there are fewer classes."""
         return guesses(self.weight_CF, self.bias_C, self.label_C, found)
 
 
 def guesses(weight_CF: Tensor, bias_C: Tensor, label_C: Tensor, found: Features) -> Tensor:
-    """What a linear layer takes each row for: labels [M, 5] on the features' device. Of equals the lower class wins."""
+    """Returns what a linear layer takes each row for: labels [M, 5] on its device. Of equals the lower class wins."""
     weight_FC, home = weight_CF.T, found.h_NF.device
     num_guesses = min(5, len(label_C))
     with torch.no_grad(), full_float32():
@@ -54,7 +54,7 @@ def guesses(weight_CF: Tensor, bias_C: Tensor, label_C: Tensor, found: Features)
 def fit_linear(
     train: Features, *, strength: float = 1.0, max_iterations: int = 100, device: torch.device | str | None = None
 ) -> LinearHead:
-    """Multinomial logistic regression on standardised features: full-batch L-BFGS from zero, so nothing is random.
+    """Fits multinomial logistic regression to standardised features: full-batch L-BFGS from zero, nothing random.
 
     Minimises mean cross-entropy + |W|^2 / (2 strength N), the objective of scikit-learn's LogisticRegression with
     C = strength. The standardised features must fit on the device.
@@ -112,7 +112,7 @@ class _Objective:
 
 
 def _moments(h_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / standard deviation of each feature, summed in float64; a constant feature is not scaled."""
+    """Returns mean and 1 / standard deviation of each feature, summed in float64; a constant one is not scaled."""
     parts = torch.split(h_NF, max(1, _MAX_ELEMENTS // h_NF.shape[1]))
     mean_F = torch.stack([part.sum(dim=0, dtype=torch.float64) for part in parts]).sum(dim=0) / len(h_NF)
     variance_F = torch.stack([(part - mean_F).square().sum(dim=0) for part in parts]).sum(dim=0) / len(h_NF)

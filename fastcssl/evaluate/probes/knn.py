@@ -44,7 +44,7 @@ def knn(
     train_chunk: int = _TRAIN_CHUNK,
     val_chunk: int = _VAL_CHUNK,
 ) -> KnnResult:
-    """Each validation row takes the class for which its k nearest training rows weigh most.
+    """Returns guesses: each validation row takes the class for which its k nearest training rows weigh most.
 
     The weight of a neighbour is exp(s / temperature) for cosine similarity s, 1 / (d + 1e-5) for Euclidean distance d.
     Of equally near rows the lower index is nearer; of equally weighted classes the lower label wins. A class that got
@@ -114,7 +114,7 @@ def _keys(score_BC: Tensor, index_C: Tensor) -> Tensor:
 
 
 def _weights(val_BF: Tensor, near_BkF: Tensor, metric: KnnMetric, temperature: float) -> Tensor:
-    """From the differences themselves: what the matrix product lost to cancellation would show in 1 / d."""
+    """Weighs by the differences themselves: what the matrix product lost to cancellation would show in 1 / d."""
     if metric == "euclidean":
         return 1 / ((val_BF[:, None] - near_BkF).square().sum(dim=2).sqrt() + 1e-5)
     similarity_Bk = (val_BF[:, None] * F.normalize(near_BkF, dim=2)).sum(dim=2)
@@ -123,7 +123,7 @@ def _weights(val_BF: Tensor, near_BkF: Tensor, metric: KnnMetric, temperature: f
 
 
 def _guesses(weight_Bk: Tensor, label_Bk: Tensor, num_classes: int) -> Tensor:
-    """The five heaviest classes [B, 5], -1 where fewer got a vote."""
+    """Returns the five heaviest classes [B, 5], -1 where fewer got a vote."""
     votes_BC = weight_Bk.new_zeros(len(weight_Bk), num_classes)
     for j in range(weight_Bk.shape[1]):  # one neighbour at a time: a scatter of all has no fixed order of addition
         label_B1 = label_Bk[:, j : j + 1]

@@ -48,7 +48,7 @@ class LinearSettings:
 
     @property
     def drops(self) -> tuple[int, ...]:
-        """The epochs that begin with a tenth of the learning rate."""
+        """Returns the epochs that begin with a tenth of the learning rate."""
         return tuple(round(share * self.epochs) for share in DROPS)
 
 
@@ -63,7 +63,7 @@ class Head:
         self._weight_velocity_CF, self._bias_velocity_C = (torch.zeros_like(x) for x in (self.weight_CF, self.bias_C))
 
     def step(self, h_BF: Tensor, class_B: Tensor, lr: float) -> None:
-        """The gradient of the mean cross-entropy of softmax is (p - onehot) / B."""
+        """Makes one step. The gradient of the mean cross-entropy of softmax is (p - onehot) / B."""
         error_BC = torch.addmm(self.bias_C, h_BF, self.weight_CF.T).softmax(dim=1)
         error_BC.scatter_add_(1, class_B[:, None], error_BC.new_full((len(class_B), 1), -1.0))
         error_BC /= len(class_B)
@@ -187,8 +187,11 @@ def run(
     state: dict[str, Any] | None = None,
     after_batch: Callable[[Training], None] = lambda _: None,
 ) -> list[list[Hits]]:
-    """`state`: of an interrupted run, to go on from. `after_batch` may save the state, and may raise to stop;
-    it is called once more when all is learnt."""
+    """Trains all classifiers and returns what they got right, [encoder][setting].
+
+    `state`: of an interrupted run, to go on from. `after_batch` may save the state, and may raise to stop; it is called
+    once more when all is learnt.
+    """
     training = train(contenders, bench, state=state, after_batch=after_batch)
     encoders = [contender.encoder for contender in contenders]
     labels = [torch.from_numpy(group.labels).to(bench.device) for group in bench.plan.groups]
@@ -268,7 +271,7 @@ class Members:
 
 
 def _hits(heads: Sequence[Head], val: Features, labels: Sequence[Tensor], bench: Bench) -> Hits:
-    """A classifier whose weights overflowed knows nothing."""
+    """Counts what is right. A classifier whose weights overflowed knows nothing."""
 
     def guess(group: int, rows: Features) -> Tensor:
         head = heads[group]
