@@ -3,13 +3,11 @@
 import ast
 import dataclasses
 import inspect
-import os
 import pkgutil
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataprep.help import grid
+from fastcssl.cli.flag_names import source_of
 from fastcssl.config.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, Recipe, flat
 
 PROG = "fastcssl-train"
@@ -28,19 +27,9 @@ Kind = Literal["methods", "strategies"]
 def catalogue(kind: Kind) -> dict[str, str]:
     """Names of all methods or strategies, plug-ins included, each with the first line of its module's docstring."""
     package = f"fastcssl.learn.{kind}"
-    modules = {info.name: f"{package}.{info.name}" for info in pkgutil.iter_modules([str(_source(package).parent)])}
+    modules = {info.name: f"{package}.{info.name}" for info in pkgutil.iter_modules([str(source_of(package).parent)])}
     modules |= {point.name: point.module for point in entry_points(group=f"fastcssl.{kind}")}
-    return {name: _first_line(_source(module)) for name, module in sorted(modules.items())}
-
-
-def _source(module: str) -> Path:
-    """Found without importing anything: the packages above a module would bring torch with them, and seconds."""
-    top, *rest = module.split(".")
-    spec = find_spec(top)
-    if spec is None or spec.origin is None:
-        return Path(os.devnull)
-    path = Path(spec.origin).parent.joinpath(*rest)
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py") if rest else Path(spec.origin)
+    return {name: _first_line(source_of(module)) for name, module in sorted(modules.items())}
 
 
 def _first_line(source: Path) -> str:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from dataprep.suggest import nearest
 from fastcssl.cli.exit_codes import ended, explained, together
+from fastcssl.cli.flag_names import check_flags
 from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, usage, values
 from fastcssl.config.recipes import RECIPES, Recipe, Settings, flat, recipe
 from fastcssl.errors import UserError
@@ -63,6 +64,7 @@ def _run(args: list[str], console: Console) -> int:
             console.print(usage(words))
             return 0
         raise UserError(_missing(words))
+    check_flags(words, args)
     found = recipe(*words, settings=settings)
     if wants_help:
         console.print(flags(words, found, _default_out(words, found.config.seed)))

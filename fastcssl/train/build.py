@@ -15,6 +15,7 @@ from dataprep.suggest import nearest
 from fastcssl.config.config import Config, plain
 from fastcssl.config.recipes import Recipe
 from fastcssl.data.backends import usual_threads
+from fastcssl.data.draws import Reserved
 from fastcssl.data.loader import Loader, LoaderConfig
 from fastcssl.data.prepared import Prepared, Selection
 from fastcssl.distributed.world import World
@@ -32,7 +33,6 @@ if TYPE_CHECKING:  # a meter needs a run to report positions
     from fastcssl.train.state import Position
 
 FORMAT = 1
-_PREFILL_EPOCH = 1 << 20  # an epoch number that no training epoch has: its views are drawn anew
 
 
 class Run:
@@ -151,19 +151,19 @@ class Run:
         are.
         """
         banks = [*self.method.banks, *self.strategy.banks]
-        how = getattr(getattr(self.config.method, "bank", None), "at_task_start", "keep")
-        if not banks or how == "keep":
+        config = self.config.method.bank
+        if not banks or config is None or config.at_task_start == "keep":
             return
         for bank in banks:
             bank.reset()
-        if how == "prefill":
+        if config.at_task_start == "prefill":
             for bank in banks:
                 bank.filled.zero_()
             stream = self.loader.open(Selection(tasks=task.tasks))
             network = self.method.online
             with torch.no_grad(), torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
                 network.eval()
-                batches = stream.epoch(_PREFILL_EPOCH + task.index)
+                batches = stream.epoch(Reserved.PREFILL_EPOCH + task.index)
                 fill(banks, lambda view: network(view)[1], batches, self.world.gather_keys)
                 network.train()
 
@@ -237,7 +237,7 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
                 f"Task {index} has {count} training images, fewer than one batch of {config.batch_size}. "
                 f"Use --batch-size {max(2, count // 2)} or less."
             )
-    bank = getattr(config.method, "bank", None)
+    bank = config.method.bank
     if bank is not None and bank.size < config.batch_size:
         raise UserError(
             f"The bank has {bank.size} rows, fewer than a batch of {config.batch_size}: keys would be lost before they "
