@@ -19,7 +19,7 @@ from rich.console import Console
 
 from dataprep.encode import Encoded, Encoding, encode_all
 from dataprep.errors import Interrupted, PrepError, output_error
-from dataprep.journal import FOLDER, Journal, SealedFile, SealedPart, part_name, refuse_other_job
+from dataprep.journal import FOLDER, JobIdentity, Journal, SealedFile, SealedPart, part_name, refuse_other_job
 from dataprep.manifest import (
     DEFAULT_NAME,
     SPLITS,
@@ -53,26 +53,21 @@ class BuildJob:
     max_corrupt: float = 0.001
     num_workers: int = 1
 
-    def identity(self) -> dict[str, Any]:
-        """What may not differ between two starts into the same folder."""
-        return _identity(
-            self.source.kind,
-            self.source.samples.fingerprint(),
-            self.scenario.kind,
-            self.scenario.num_tasks,
-            order_name(self.scenario),
-            list(self.formats),
-            str(self.encoding.resize),
-            self.encoding.quality,
-            self.encoding.check,
-            self.shard_mb,
-            self.limit_per_class,
+    def identity(self) -> JobIdentity:
+        """Returns what may not differ between two starts into the same folder."""
+        return JobIdentity(
+            source=self.source.kind,
+            fingerprint=self.source.samples.fingerprint(),
+            scenario=self.scenario.kind,
+            num_tasks=self.scenario.num_tasks,
+            order=order_name(self.scenario),
+            formats=self.formats,
+            resize=str(self.encoding.resize),
+            quality=self.encoding.quality,
+            check=self.encoding.check,
+            shard_mb=self.shard_mb,
+            limit_per_class=self.limit_per_class,
         )
-
-
-def _identity(*values: Any) -> dict[str, Any]:
-    names = ("source", "source fingerprint", "--scenario", "--tasks", "order", "--formats", "--resize", "--quality")
-    return dict(zip((*names, "--check", "--shard-mb", "--limit-per-class"), values, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,20 +101,20 @@ def build(job: BuildJob, console: Console, should_stop: Callable[[], bool] = lam
 def _already_built(job: BuildJob) -> BuildResult:
     manifest = load_manifest(job.out)
     encoding, scenario = manifest.encoding, manifest.scenario
-    there = _identity(
-        manifest.source.kind,
-        manifest.source.fingerprint,
-        scenario.kind,
-        scenario.num_tasks,
-        scenario.order,
-        manifest.formats,
-        encoding.resize,
-        encoding.quality,
-        encoding.check,
-        encoding.shard_mb,
-        encoding.limit_per_class,
+    there = JobIdentity(
+        source=manifest.source.kind,
+        fingerprint=manifest.source.fingerprint,
+        scenario=scenario.kind,
+        num_tasks=scenario.num_tasks,
+        order=scenario.order,
+        formats=tuple(manifest.formats),
+        resize=encoding.resize,
+        quality=encoding.quality,
+        check=encoding.check,
+        shard_mb=encoding.shard_mb,
+        limit_per_class=encoding.limit_per_class,
     )
-    refuse_other_job(job.out, there, job.identity())
+    refuse_other_job(job.out, there.to_json(), job.identity())
     total = manifest.source.num_train + manifest.source.num_val
     none = (0,) * len(manifest.tasks)
     return BuildResult(
@@ -151,7 +146,7 @@ class _Builder:
         self.max_corrupt = max(1, int(job.max_corrupt * total)) if job.max_corrupt > 0 else 0
         resumed = sum(part.num_consumed for part in journal.parts)
         resumed_bytes = sum(file.bytes for part in journal.parts for file in part.files)
-        self.num_resumed = sum(part.num_consumed for part in journal.parts if part.part >= 0)
+        self.num_resumed = sum(part.num_consumed for part in journal.parts if not part.is_derived)
         self.meter = Meter(console, total * (1 + len(self.derived)), resumed=resumed, resumed_bytes=resumed_bytes)
         self.sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self.sealing: Future[None] | None = None
@@ -191,8 +186,8 @@ class _Builder:
 
     def _sealed_size(self) -> tuple[int, int] | None:
         for part in self.journal.parts:
-            if part.part >= 0 and part.files:
-                row = np.load(self.journal.rows_path(part.task, part.split, part.part), allow_pickle=False)[0]
+            if part.files and not part.is_derived:
+                row = self.journal.rows(part)[0]
                 return int(row["width"]), int(row["height"])
         return None
 
@@ -295,12 +290,12 @@ class _Builder:
             return
         parts = self.journal.of(task, name)
         tars = [self.job.out / file.path for part in parts for file in part.files if file.format == "tar"]
-        rows = [np.load(self.journal.rows_path(task, name, p.part), allow_pickle=False) for p in parts if p.files]
+        rows = [self.journal.rows(part) for part in parts if part.files]
         count = sum(map(len, rows))
         if not count:
             return
         began = time.monotonic()
-        path = self.job.out / (part_name(task, name, -1) + format.suffix)
+        path = self.job.out / (part_name(task, name, None) + format.suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
         done = 0
 
@@ -324,7 +319,7 @@ class _Builder:
             SealedPart(
                 task=task,
                 split=name,
-                part=-1,
+                number=None,
                 num_consumed=count,
                 num_passed_through=0,
                 num_warnings=0,

@@ -15,10 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from dataprep.errors import PrepError
 from dataprep.manifest import SplitName, write_atomically
 
 FOLDER = ".build"
+_DERIVED = -1  # stands for a derived file where a line of the journal has the number of a part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +37,11 @@ class SealedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedPart:
-    """A run of consecutive samples of one task and split. `part` -1: a derived file over all of its parts."""
+    """A run of consecutive samples of one task and split, or a derived file over all of them."""
 
     task: int
     split: SplitName
-    part: int
+    number: int | None  # of the part, from 0 in its task and split; None: a derived file
     num_consumed: int  # samples, quarantined ones included
     num_passed_through: int
     num_warnings: int
@@ -45,15 +49,72 @@ class SealedPart:
     files: list[SealedFile]
     quarantine: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def is_derived(self) -> bool:
+        return self.number is None
 
-def part_name(task: int, split: SplitName, part: int) -> str:
-    return f"task-{task:02d}/{split}" + (f"-{part:05d}" if part >= 0 else "")
+    @property
+    def order(self) -> tuple[int, str, int]:
+        """Returns what sorts parts as the manifest lists them: a derived file before the parts it was made from."""
+        return self.task, self.split, _DERIVED if self.number is None else self.number
+
+    def to_line(self) -> bytes:
+        """Returns the journal's line of this part."""
+        content = {"part" if key == "number" else key: value for key, value in asdict(self).items()}
+        if self.number is None:
+            content["part"] = _DERIVED
+        return json.dumps(content).encode() + b"\n"
+
+    @classmethod
+    def from_content(cls, content: dict[str, Any]) -> "SealedPart":
+        """Returns the part that a line of the journal describes."""
+        files = [SealedFile(**file) for file in content.pop("files")]
+        number = content.pop("part")
+        return cls(**content, number=None if number == _DERIVED else number, files=files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobIdentity:
+    """What may not differ between two starts into the same folder."""
+
+    source: str
+    fingerprint: str
+    scenario: str
+    num_tasks: int
+    order: str
+    formats: tuple[str, ...]
+    resize: str
+    quality: int
+    check: str
+    shard_mb: int
+    limit_per_class: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the values under the names that a user knows them by, as job.json and messages have them."""
+        return {
+            "source": self.source,
+            "source fingerprint": self.fingerprint,
+            "--scenario": self.scenario,
+            "--tasks": self.num_tasks,
+            "order": self.order,
+            "--formats": list(self.formats),
+            "--resize": self.resize,
+            "--quality": self.quality,
+            "--check": self.check,
+            "--shard-mb": self.shard_mb,
+            "--limit-per-class": self.limit_per_class,
+        }
+
+
+def part_name(task: int, split: SplitName, number: int | None) -> str:
+    """Returns a part's path without its suffix; `number` None: of a file over all parts of the task and split."""
+    return f"task-{task:02d}/{split}" + ("" if number is None else f"-{number:05d}")
 
 
 class Journal:
     """Holds the folder's lock while open."""
 
-    def __init__(self, out: Path, job: dict[str, Any]) -> None:
+    def __init__(self, out: Path, job: JobIdentity) -> None:
         self.out = out
         self.folder = out / FOLDER
         self.parts: list[SealedPart] = []
@@ -73,14 +134,14 @@ class Journal:
             self._lock.close()
             raise
 
-    def _open(self, job: dict[str, Any]) -> None:
+    def _open(self, job: JobIdentity) -> None:
         self._refuse_strangers()
         (self.folder / "rows").mkdir(parents=True, exist_ok=True)
         job_file = self.folder / "job.json"
         if job_file.exists():
             refuse_other_job(self.out, _load_json(job_file), job)
         else:
-            write_atomically(job_file, json.dumps(job, indent=1).encode())
+            write_atomically(job_file, json.dumps(job.to_json(), indent=1).encode())
         self._path = self.folder / "journal"
         self._path.touch()
         whole = 0
@@ -91,9 +152,8 @@ class Journal:
                 content = None
             if content is None:
                 break  # cut off while it was written: that part is made again
-            files = [SealedFile(**file) for file in content.pop("files")]
-            part = SealedPart(**content, files=files)
-            if not all(self._is_there(file) for file in files):
+            part = SealedPart.from_content(content)
+            if not all(self._is_there(file) for file in part.files):
                 break
             self.parts.append(part)
             whole += len(line)
@@ -124,20 +184,30 @@ class Journal:
                     path.unlink()
 
     def seal(self, part: SealedPart) -> None:
-        self._file.write(json.dumps(asdict(part)).encode() + b"\n")
+        """Appends a part whose files are whole: from here on it counts."""
+        self._file.write(part.to_line())
         self._file.flush()
         os.fsync(self._file.fileno())
         self.parts.append(part)
 
-    def rows_path(self, task: int, split: SplitName, part: int) -> Path:
-        return self.folder / "rows" / (part_name(task, split, part).replace("/", "-") + ".npy")
+    def rows_path(self, task: int, split: SplitName, number: int | None) -> Path:
+        """Returns where the sample-table rows of a part are."""
+        return self.folder / "rows" / (part_name(task, split, number).replace("/", "-") + ".npy")
 
     def of(self, task: int, split: SplitName) -> list[SealedPart]:
-        return [part for part in self.parts if part.task == task and part.split == split and part.part >= 0]
+        """Returns the parts of a task and split in order, without derived files."""
+        return [part for part in self.parts if (part.task, part.split) == (task, split) and not part.is_derived]
+
+    def rows(self, sealed: SealedPart) -> npt.NDArray[np.void]:
+        """Returns the sample-table rows of a part, or of all the parts that a derived file was made from."""
+        parts = self.of(sealed.task, sealed.split) if sealed.is_derived else [sealed]
+        paths = [self.rows_path(part.task, part.split, part.number) for part in parts]
+        rows: npt.NDArray[np.void] = np.concatenate([np.load(path, allow_pickle=False) for path in paths])
+        return rows
 
     def derived(self, task: int, split: SplitName, format: str) -> SealedFile | None:
         for part in self.parts:
-            if (part.task, part.split, part.part) == (task, split, -1) and part.files[0].format == format:
+            if part.is_derived and (part.task, part.split, part.files[0].format) == (task, split, format):
                 return part.files[0]
         return None
 
@@ -157,7 +227,9 @@ class Journal:
         self._lock.close()
 
 
-def refuse_other_job(out: Path, there: dict[str, Any], asked: dict[str, Any]) -> None:
+def refuse_other_job(out: Path, there: dict[str, Any], job: JobIdentity) -> None:
+    """Raises PrepError, with every difference named, when `there` is not the identity of `job`."""
+    asked = job.to_json()
     differences = [
         f"{key} is {there.get(key)!r} there and {asked.get(key)!r} now"
         for key in sorted(set(there) | set(asked))

@@ -77,7 +77,7 @@ class Part:
         return SealedPart(
             task=self.task,
             split=self.split,
-            part=self.number,
+            number=self.number,
             num_consumed=len(self._rows) + len(self._quarantine),
             num_passed_through=self._num_passed_through,
             num_warnings=self._num_warnings,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dataprep.errors import PrepError
-from dataprep.journal import Journal
+from dataprep.journal import Journal, SealedFile
 from dataprep.manifest import (
     DEFAULT_NAME,
     SCHEMA_VERSION,
@@ -19,6 +19,7 @@ from dataprep.manifest import (
     ScenarioEntry,
     ShardEntry,
     SourceEntry,
+    SplitName,
     TaskEntry,
     TaskSplit,
     entry_of,
@@ -42,35 +43,13 @@ def order_name(scenario: Scenario) -> str:
 
 
 def assemble(job: "BuildJob", plan: Split, journal: Journal) -> Manifest:
-    """The sample table, the keys and the first manifest of a data set whose parts are all sealed."""
+    """Writes the sample table, the keys and the first manifest of a data set whose parts are all sealed.
+
+    Returns the manifest.
+    """
     out, source = job.out, job.source
     stored = list(job.formats)
-    table = empty_table(source.samples, stored)
-    shards: list[ShardEntry] = []
-    for part in sorted(journal.parts, key=lambda p: (p.task, p.split, p.part)):
-        for file in part.files:
-            if file.format not in stored:
-                continue  # a spooled tar
-            rows = _rows_of_file(journal, part.task, part.split, part.part)
-            at = np.searchsorted(table["id"], rows["id"])
-            for column in ("is_stored", "width", "height"):
-                table[column][at] = rows[column]
-            table[f"{file.format}_shard"][at] = len(shards)
-            derived = part.part < 0
-            place = np.arange(len(rows)) if derived else rows[f"{file.format}_place"]
-            table[f"{file.format}_place"][at] = place
-            table[f"{file.format}_bytes"][at] = rows["tar_bytes" if derived else f"{file.format}_bytes"]
-            shards.append(
-                ShardEntry(
-                    path=file.path,
-                    bytes=file.bytes,
-                    sha256=file.sha256,
-                    format=file.format,
-                    split=part.split,
-                    count=file.count,
-                    index=FileEntry(**file.index) if file.index else None,
-                )
-            )
+    table, shards = _placed(empty_table(source.samples, stored), stored, journal)
     save_table(table, out / "samples.npy")
     keys = "".join(f"{_one_line(source.samples.key(row))}\n" for row in range(len(source.samples)))
     write_atomically(out / "keys.txt", keys.encode("utf-8", "surrogateescape"))
@@ -105,6 +84,37 @@ def assemble(job: "BuildJob", plan: Split, journal: Journal) -> Manifest:
     )
     manifest.save(out)
     return manifest
+
+
+def _placed(table: Table, stored: list[str], journal: Journal) -> tuple[Table, list[ShardEntry]]:
+    """Fills in where every sample lies. Returns the table and the shards that it numbers."""
+    shards: list[ShardEntry] = []
+    for part in sorted(journal.parts, key=lambda part: part.order):
+        for file in part.files:
+            if file.format not in stored:
+                continue  # a spooled tar
+            rows = journal.rows(part)
+            at = np.searchsorted(table["id"], rows["id"])
+            for column in ("is_stored", "width", "height"):
+                table[column][at] = rows[column]
+            table[f"{file.format}_shard"][at] = len(shards)
+            place = np.arange(len(rows)) if part.is_derived else rows[f"{file.format}_place"]
+            table[f"{file.format}_place"][at] = place
+            table[f"{file.format}_bytes"][at] = rows["tar_bytes" if part.is_derived else f"{file.format}_bytes"]
+            shards.append(_shard_entry(file, part.split))
+    return table, shards
+
+
+def _shard_entry(file: SealedFile, split: SplitName) -> ShardEntry:
+    return ShardEntry(
+        path=file.path,
+        bytes=file.bytes,
+        sha256=file.sha256,
+        format=file.format,
+        split=split,
+        count=file.count,
+        index=FileEntry(**file.index) if file.index else None,
+    )
 
 
 def resplit(where: Path, scenario: Scenario, name: str) -> Manifest:
@@ -144,14 +154,6 @@ def resplit(where: Path, scenario: Scenario, name: str) -> Manifest:
         return manifest
     manifest.save(path.parent)
     return manifest
-
-
-def _rows_of_file(journal: Journal, task: int, name: str, part: int) -> Table:
-    numbers = [part] if part >= 0 else [p.part for p in journal.of(task, name)]  # type: ignore[arg-type]
-    rows: Table = np.concatenate(
-        [np.load(journal.rows_path(task, name, number), allow_pickle=False) for number in numbers]  # type: ignore[arg-type]
-    )
-    return rows
 
 
 def _one_line(key: str) -> str:
