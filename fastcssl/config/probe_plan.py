@@ -25,7 +25,7 @@ class ProbePlan:
 
     @classmethod
     def parse(cls, text: str) -> "ProbePlan":
-        """ "off", or what applies of every=E, clean and parity, separated by commas."""
+        """Returns the plan that a text names: "off", or what applies of every=E, clean and parity, joined by commas."""
         words = [word.strip() for word in text.split(",")]
         if words == ["off"]:
             return cls()
@@ -58,12 +58,12 @@ class ProbePlan:
         return "off" if self.kind == "off" else f"every={self.every}{',parity' if self.kind == 'parity' else ''}"
 
     def due(self, epoch: int, num_epochs: int) -> bool:
-        """After epoch number `epoch` of a task, counted from 0."""
+        """Returns whether to probe after epoch number `epoch` of a task, counted from 0."""
         done = epoch + 1
         return self.kind != "off" and (done == num_epochs or (self.every > 0 and done % self.every == 0))
 
     def check(self, data: Prepared) -> None:
-        """At the start of a run, not after its first epoch."""
+        """Raises UserError, at the start of a run, when a task has no validation images to probe."""
         empty = [number for number, task in enumerate(data.manifest.tasks) if not task.val.count]
         if self.kind != "off" and empty:
             raise UserError(

@@ -21,18 +21,18 @@ VICREG_EPS = 1e-4
 
 
 def cosine(p_ND: Tensor, f_ND: Tensor) -> Tensor:
-    """Mean cosine."""
+    """Returns the mean cosine."""
     p_ND, f_ND = _pair(p_ND, f_ND)
     return (functional.normalize(p_ND, dim=1) * functional.normalize(f_ND, dim=1)).sum(dim=1).mean()
 
 
 def cosine_distance(p_ND: Tensor, z_ND: Tensor) -> Tensor:
-    """Mean of 2 - 2 cos, the squared distance of the unit vectors. BYOL's loss is the sum of two."""
+    """Returns the mean of 2 - 2 cos, the squared distance of the unit vectors. BYOL's loss is the sum of two."""
     return 2 - 2 * cosine(p_ND, z_ND)
 
 
 def mean_squared(a_ND: Tensor, b_ND: Tensor) -> Tensor:
-    """Mean over samples and dimensions."""
+    """Returns the squared difference, mean over samples and dimensions."""
     a_ND, b_ND = _pair(a_ND, b_ND)
     return (a_ND - b_ND).square().mean()
 
@@ -145,14 +145,14 @@ def _centred(z_ND: Tensor, world: World) -> Tensor:
 
 
 def _pair(a_ND: Tensor, b_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in float32 at least. Without the check, torch would spread a single row over the others."""
+    """Returns both in float32 at least. Without the check, torch would spread a single row over the others."""
     if a_ND.dim() != 2 or a_ND.shape != b_ND.shape:
         raise ValueError(f"embeddings must be two [N, D] of one shape, but are {[*a_ND.shape]} and {[*b_ND.shape]}.")
     return _wide(a_ND), _wide(b_ND)
 
 
 def unit(z_ND: Tensor) -> Tensor:
-    """Rows of unit length, in float32 at least: in bfloat16 they would be off by 0.4 %."""
+    """Returns rows of unit length, in float32 at least: in bfloat16 they would be off by 0.4 %."""
     return functional.normalize(_wide(z_ND), dim=1)
 
 

@@ -27,14 +27,14 @@ Ids = npt.NDArray[np.int64]
 
 
 def choice(task: Task, tasks: tuple[int, ...], budget: int, seed: int) -> Ids:
-    """The ids that are kept of these tasks, sorted."""
+    """Returns the ids that are kept of these tasks, sorted."""
     id_S = task.open(Selection(tasks=tasks, order="endless")).ids
     draw_S = uniform(seed, 0, id_S, np.zeros(len(id_S), np.int64), Reserved.CHOICE_VIEW, 0)
     return np.sort(id_S[np.argsort(draw_S, kind="stable")[:budget]])
 
 
 def as_inputs(batch: Batch, dtype: torch.dtype, rows: slice = slice(None)) -> Inputs:
-    """Its tensors live no longer than the batch, unless the dtype is another."""
+    """Returns rows of a batch for a step. They live no longer than the batch, unless the dtype is another."""
     views = tuple(view[rows].to(dtype) for view in batch.views)
     return Inputs(views=views, label=batch.label[rows], id=batch.id[rows])
 
@@ -51,18 +51,19 @@ class Replay:
         self._held: Batch | None = None
 
     def begin(self, task: Task) -> None:
-        """From the beginning. The stream opens when it is first asked for: a checkpoint's position may come before."""
+        """Starts anew. The stream opens when it is first asked for: a checkpoint's position may come before."""
         self.close()
         self._task, self.batch, self._row = task, 0, 0
 
     @property
     def epoch(self) -> int:
+        """Returns the number under which the task's replayed samples are drawn."""
         assert self._task is not None
         return Reserved.REPLAY_EPOCH + self._task.index
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def next(self, like: Inputs) -> Inputs:
-        """As many samples, in the same precision: a whole batch, or a part for a micro-batch. Until the next call."""
+        """Returns as many samples, in the same precision: a batch, or a part for a micro-batch. Until the next call."""
         parts, missing = [], len(like.label)
         while missing:
             batch = self._current()
@@ -88,6 +89,7 @@ class Replay:
         return self._held
 
     def close(self) -> None:
+        """Closes the stream; it opens again where it stood."""
         if self._batches is not None:
             self._batches.close()  # type: ignore[attr-defined]
         self._batches = self._held = None
@@ -115,5 +117,6 @@ def _joined(parts: list[Inputs]) -> Inputs:
 
 
 def check_budget(budget: int) -> None:
+    """Raises ValueError unless at least one sample is kept."""
     if budget < 1:
         raise ValueError(f"strategy.budget is {budget}; keep at least one sample.")

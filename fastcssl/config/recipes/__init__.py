@@ -18,7 +18,7 @@ from dataprep.suggest import nearest
 from fastcssl.config.recipes.experiments import ABLATIONS, RECIPES, Data
 from fastcssl.config.recipes.ours import OWN
 from fastcssl.config.recipes.paper import PAPER
-from fastcssl.config.recipes.rows import COMMAND_LINE, OURS, SCRIPT, Authors, Row, Settings, Table
+from fastcssl.config.recipes.rows import COMMAND_LINE, OURS, SCRIPT, Authors, Row, RowTable, Settings
 from fastcssl.config.recipes.scripts import CASSLE, PNR
 from fastcssl.data.policies import EXTRAPOLATED, NAMED
 from fastcssl.data.views import Family
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["ABLATIONS", "COMMAND_LINE", "OURS", "RECIPES", "Data", "Recipe", "Settings", "flat", "recipe", "settled"]
 
 
-def _authority(settings: Settings, authors: Authors) -> tuple[Table, ...]:
-    """Tables, the first word first."""
+def _authority(settings: Settings, authors: Authors) -> tuple[RowTable, ...]:
+    """Returns the tables in the order in which they are asked."""
     if settings == "matched":
         return OWN, PAPER, PNR, CASSLE
     return (OWN, PNR, PAPER, CASSLE) if authors == "pnr" else (OWN, CASSLE, PAPER)
@@ -56,7 +56,7 @@ class Recipe:
     settings: Settings = "matched"
 
     def changed(self, values: Mapping[str, Any]) -> "Recipe":
-        """With other values, by dotted keys as the command line's flags: {"epochs": 1, "optim.lr": 0.3}."""
+        """Returns it with other values, by dotted keys as the command line has them: {"epochs": 1, "optim.lr": 0.3}."""
         known = dict(flat(self.config))
         tree: dict[str, Any] = {}
         for key, value in values.items():
@@ -66,7 +66,7 @@ class Recipe:
         return self.changed_to(_filled(self.config, tree))
 
     def changed_to(self, config: "Config") -> "Recipe":
-        """With another configuration; what differs counts as said on the command line."""
+        """Returns it with another configuration; what differs counts as said on the command line."""
         before, after = dict(flat(self.config)), dict(flat(config))
         sources = {
             key: self.sources.get(key, OURS) if key in before and before[key] == value else COMMAND_LINE
@@ -76,7 +76,7 @@ class Recipe:
 
 
 def recipe(name: str, method: str, strategy: str, *, settings: Settings = "matched") -> Recipe:
-    """By its three words. settings: "matched" is alike for every strategy, "published" each author's own."""
+    """Returns a recipe by its three words. `settings`: "matched" is alike for all strategies, "published" is not."""
     from fastcssl.config.config import Config, ExpectConfig, ViewsConfig
     from fastcssl.learn import methods, strategies  # here, as they need torch and a list of recipes does not
     from fastcssl.learn.encoders import EncoderConfig
@@ -102,7 +102,7 @@ def recipe(name: str, method: str, strategy: str, *, settings: Settings = "match
 
 
 def settled(name: str, method: str, strategy: str, settings: Settings) -> dict[str, tuple[Any, str]]:
-    """By dotted key: the value and its source, as far as a table has one. Needs no torch."""
+    """Returns, by dotted key, the value and its source, as far as a table has one. Needs no torch."""
     data = RECIPES[name]
     authors = authors_of(strategy, settings)
     where = {
@@ -141,16 +141,16 @@ def settled(name: str, method: str, strategy: str, settings: Settings) -> dict[s
 
 
 def authors_of(strategy: str, settings: Settings) -> Authors:
-    """Whose way of training is followed."""
+    """Returns whose way of training is followed."""
     return "pnr" if settings == "matched" or strategy == "pnr" else "cassle"
 
 
-def _rows(tables: tuple[Table, ...], where: Mapping[str, str]) -> Iterator[Row]:
+def _rows(tables: tuple[RowTable, ...], where: Mapping[str, str]) -> Iterator[Row]:
     return (row for table in tables for row in table if row.holds(where))
 
 
 def _borrowed(source: str, data: Data, method: str) -> str:
-    """A source of the data that this data is like."""
+    """Returns how to name a source that is about the data that this data is like."""
     if source.startswith(OURS):
         return source
     title = _LIKE_DATA[data.like]
@@ -166,7 +166,7 @@ def _views(method: str, authors: Authors, family: Family) -> tuple[str, str]:
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested configurations by its dotted key."""
+    """Yields every value of nested configurations with its dotted key."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -183,7 +183,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _filled(config: Any, values: Mapping[str, Any]) -> Any:
-    """All at once: what is checked is the result."""
+    """Returns the configuration with these values put in at once, so that only the result is checked."""
     return dataclasses.replace(
         config,
         **{k: _filled(getattr(config, k), v) if isinstance(v, dict) else v for k, v in values.items()},

@@ -18,7 +18,7 @@ class Data:
 
 
 def _split(source: str, title: str, family: Family, about: dict[str, str], like: str = "") -> dict[str, Data]:
-    """Of {"class5": "20 classes"}: 5 tasks of 20 classes."""
+    """Returns recipes by name; of {"class5": "20 classes"}, the one with 5 tasks of 20 classes."""
     name = "imagenet1k" if source == "imagenet" else source
     found = {}
     for words, each in about.items():
@@ -69,6 +69,7 @@ class Ablation:
 
     @property
     def shown(self) -> str:
+        """Returns the flag, its values and what they take away, in a line."""
         return f"{self.flag} {'|'.join(self.values)} ({self.method} {self.strategy}): {self.about}"
 
 

@@ -1,6 +1,6 @@
 """What no script has: the demo's numbers, what we take from near by, and the paper's encoder for ImageNet-1k."""
 
-from fastcssl.config.recipes.rows import OURS, TEXT, WEIGHTS, Row, Table, row
+from fastcssl.config.recipes.rows import OURS, TEXT, WEIGHTS, Row, RowTable, row
 
 
 def _weights(like: str, barlow: float, byol: float, vicreg: float, **where: str) -> tuple[Row, ...]:
@@ -12,7 +12,7 @@ def _weights(like: str, barlow: float, byol: float, vicreg: float, **where: str)
     )
 
 
-OWN: Table = (
+OWN: RowTable = (
     row(TEXT, {"encoder.name": "resnet50"}, recipe="imagenet1k-class5 imagenet1k-class10"),
     row(
         OURS,

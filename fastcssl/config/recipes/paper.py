@@ -1,8 +1,8 @@
 """The numbers that the PNR paper prints (Cha et al., 2024)."""
 
-from fastcssl.config.recipes.rows import TRAINING, WEIGHTS, Table, row
+from fastcssl.config.recipes.rows import TRAINING, WEIGHTS, RowTable, row
 
-PAPER: Table = (
+PAPER: RowTable = (
     # Its batch of 128 on ImageNet-100 and DomainNet is one GPU's of two; see the scripts.
     row(TRAINING, {"epochs": 500, "batch_size": 256}, family="cifar"),
     row(TRAINING, {"epochs": 400}, data="imagenet100"),

@@ -30,11 +30,13 @@ class Row:
     settings: str = ""
 
     def holds(self, where: Mapping[str, str]) -> bool:
+        """Returns whether the values hold for this recipe, data, method and so on."""
         return all(not getattr(self, key) or word in getattr(self, key).split() for key, word in where.items())
 
 
-Table = tuple[Row, ...]
+RowTable = tuple[Row, ...]
 
 
 def row(source: str, values: Mapping[str, Any], **where: str) -> Row:
+    """Returns a row of a table."""
     return Row(source=source, values=values, **where)

@@ -1,11 +1,11 @@
 """The numbers of the released scripts, and what their code does besides: CaSSLe's, and PNR's, which grew from it."""
 
-from fastcssl.config.recipes.rows import CODE, SCRIPT, Authors, Table, row
+from fastcssl.config.recipes.rows import CODE, SCRIPT, Authors, RowTable, row
 
 # ---- What both share -------------------------------------------------------------------------------------------------
 
 
-def _shared(authors: Authors) -> Table:
+def _shared(authors: Authors) -> RowTable:
     script, code = SCRIPT[authors], CODE[authors]
     return (
         row(script, {"seed": 5, "encoder.name": "resnet18", "optim.momentum": 0.9, "optim.min_lr": 0.0}),
@@ -69,7 +69,7 @@ _SGD = {"optim.name": "sgd", "optim.schedule": "cosine", "optim.exclude_bias_and
 # ---- PNR's scripts ---------------------------------------------------------------------------------------------------
 
 _OF_PNR = SCRIPT["pnr"]
-PNR: Table = (
+PNR: RowTable = (
     *_shared("pnr"),
     row(_OF_PNR, _LARS),
     row(f"{_OF_PNR}, 2 x 128", {"batch_size": 256}, data="domainnet"),
@@ -95,7 +95,7 @@ PNR: Table = (
 # ---- CaSSLe's scripts ------------------------------------------------------------------------------------------------
 
 _OF_CASSLE = SCRIPT["cassle"]
-CASSLE: Table = (
+CASSLE: RowTable = (
     *_shared("cassle"),
     row(_OF_CASSLE, {**_LARS, "optim.exclude_bias_and_norm": True}, method="simclr barlow byol vicreg"),
     # One script of BYOL's has 256 a GPU, which would quadruple the learning rate.

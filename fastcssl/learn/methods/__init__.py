@@ -64,7 +64,7 @@ class Rows:
     positive_in_denominator: bool = True
 
     def loss_M(self, pushes: Sequence[Push | None] = ()) -> Tensor:
-        """`pushes`, one for each of `keys`: the bank whose rows they are, and what it is given after the sweep."""
+        """Returns the loss of each row. `pushes`, one for each of `keys`: its bank, and what that gets afterwards."""
         arguments = (self.query_MD, self.positive_MD, self.keys, self.temperature)
         options: dict[str, Any] = {
             "filled": self.filled,
@@ -78,7 +78,7 @@ class Rows:
         return ops.info_nce_enqueue(*arguments, new, pointers, **options)
 
     def stacked(self, query_MD: Tensor, positive_MD: Tensor, temperature: float) -> "Rows":
-        """These rows, and as many others under them against the same negatives."""
+        """Returns these rows, and as many others under them against the same negatives."""
         both: float | Tensor = temperature
         if isinstance(self.temperature, Tensor) or self.temperature != temperature:
             dtype = torch.promote_types(query_MD.dtype, torch.float32)
@@ -183,10 +183,10 @@ class Method(nn.Module):
 
     @abstractmethod
     def loss(self, e: Embeddings) -> Tensor:
-        """The method's own, a scalar: the mean over this rank's samples."""
+        """Returns the method's own loss, a scalar: the mean over this rank's samples."""
 
     def rows(self, e: Embeddings) -> list[Rows]:
-        """Contrastive methods: the loss is the mean over groups of the mean over a group's rows.
+        """Returns a contrastive method's groups of rows: its loss is the mean over groups of the mean over their rows.
 
         With banks: one group a view, its queries against the bank of the other view. Without: one group, views stacked.
         """
@@ -194,32 +194,32 @@ class Method(nn.Module):
 
     @abstractmethod
     def align(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...]) -> Tensor:
-        """How far predictions p are from frozen embeddings f of the same views, in this method's units."""
+        """Returns how far predictions p are from frozen embeddings f of the same views, in this method's units."""
 
     def repel(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...], form: str) -> Tensor:  # noqa: ARG002
-        """What PNR subtracts, as often as it adds `align`: how far p is from the pseudo-negatives f."""
+        """Returns how far p is from the pseudo-negatives f, which PNR subtracts as often as it adds `align`."""
         return self.align(p, f)
 
     def keys(self, e: Embeddings) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """What each of the banks is given of a batch, gathered over ranks."""
+        """Returns what each of the banks is given of a batch, gathered over ranks."""
         return ()
 
     def remember(self, e: Embeddings) -> None:
-        """After the sweep of each batch: keys go to the banks."""
+        """Gives the keys of a batch to the banks, after its sweep."""
         for bank, keys_GD in zip(self.banks, self.keys(e), strict=True):
             bank.push(keys_GD)
 
     def loss_then_remember(self, e: Embeddings) -> Tensor:
-        """The two in one, for methods that sweep the banks they write."""
+        """Returns the loss and remembers the keys, in one for methods that sweep the banks they write."""
         loss = self.loss(e)
         self.remember(e)
         return loss
 
     def after_step(self, step: int, num_steps: int) -> None:
-        """After each step of the optimiser, counted from 0 within the task."""
+        """Updates slow copies after a step of the optimiser, counted from 0 within the task."""
 
     def move(self) -> None:
-        """Everything to the training device, in channels-last memory."""
+        """Moves everything to the training device, in channels-last memory."""
         self.to(self.setting.device)
         self.to(memory_format=torch.channels_last)
         for item in self.copies.values():
@@ -227,12 +227,12 @@ class Method(nn.Module):
 
 
 def ema_momentum(base: float, final: float, step: int, num_steps: int) -> float:
-    """From `base` to `final` along a half cosine over the steps of the task; begins anew with each task."""
+    """Returns the weight at a step: from `base` to `final` along a half cosine, anew with each task."""
     return final - (final - base) * (math.cos(math.pi * step / max(1, num_steps)) + 1) / 2
 
 
 def contrast(groups: list[Rows], pushes: Sequence[Sequence[Push]] = ()) -> Tensor:
-    """The mean over groups; `pushes`: those of each group's sweep."""
+    """Returns the mean over groups; `pushes`: those of each group's sweep."""
     losses = [rows.loss_M(then) for rows, then in zip(groups, pushes or [()] * len(groups), strict=True)]
     return torch.stack([loss_M.mean() for loss_M in losses]).mean()
 
@@ -242,7 +242,7 @@ names, find, method_of = _PLUGINS.names, _PLUGINS.find, _PLUGINS.of
 
 
 def build(config: MethodConfig, encoder: nn.Module, setting: Setting) -> Method:
-    """On its device."""
+    """Builds the method of a configuration on its device and returns it."""
     method = method_of(config)(config, encoder, setting)  # type: ignore[arg-type]
     method.move()
     return method

@@ -47,11 +47,11 @@ class Barlow(Method):
         return self._correlated(z1_ND, z2_ND)
 
     def align(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...]) -> Tensor:
-        """The same loss between prediction and frozen embedding, mean over views."""
+        """Returns the same loss between prediction and frozen embedding, mean over views."""
         return torch.stack([self._correlated(p_ND, f_ND) for p_ND, f_ND in zip(p, f, strict=True)]).mean()
 
     def repel(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...], form: str) -> Tensor:
-        """code: - cos, as released, half as steep as BYOL's at the same weight. paper: the unit vectors' distance^2."""
+        """Returns - cos for "code", as released, half as steep as BYOL's; for "paper" the unit vectors' distance^2."""
         pairs = zip(p, f, strict=True)
         if form == "code":
             return torch.stack([-cosine(p_ND, f_ND) for p_ND, f_ND in pairs]).mean()

@@ -60,7 +60,7 @@ class Simclr(Method):
         ]
 
     def positive(self, z_MD: Tensor, keys_KD: Tensor, own_M: Tensor, e: Embeddings) -> Tensor:  # noqa: ARG002
-        """The other view of each row's sample."""
+        """Returns the other view of each row's sample."""
         return z_MD.roll(len(z_MD) // 2, dims=0)
 
     def loss(self, e: Embeddings) -> Tensor:

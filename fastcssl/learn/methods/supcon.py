@@ -27,7 +27,7 @@ class Supcon(Simclr):
     supervised = True
 
     def positive(self, z_MD: Tensor, keys_KD: Tensor, own_M: Tensor, e: Embeddings) -> Tensor:  # noqa: ARG002
-        """The mean of all other rows with the label."""
+        """Returns the mean of all other rows with the label."""
         assert e.label is not None
         label_M = torch.cat([e.label] * len(e.z))
         return label_positive(label_M, keys_KD, self.world.gather(label_M), own_M)

@@ -65,7 +65,7 @@ class Vicreg(Method):
         return self.config.similarity_weight * self.repel(p, f)
 
     def repel(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...], form: str = "code") -> Tensor:  # noqa: ARG002
-        """Of raw vectors, in both forms."""
+        """Returns the mean squared difference of raw vectors, in both forms."""
         return torch.stack([mean_squared(p_ND, f_ND) for p_ND, f_ND in zip(p, f, strict=True)]).mean()
 
 

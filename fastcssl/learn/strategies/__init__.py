@@ -70,20 +70,20 @@ class Strategy(nn.Module):
         """Raises UserError when this configuration makes no sense with the method."""
 
     def begin_task(self, task: Task, method: Method) -> None:
-        """Before the first step of a task. Also before a state is loaded into it: it decides shapes, not values."""
+        """Prepares for the first step of a task, or for a state that is loaded then: it decides shapes, not values."""
 
     @abstractmethod
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
-        """Named scalars whose sum is trained."""
+        """Returns named scalars whose sum is trained."""
 
     def after_step(self, method: Method) -> None:
-        """After each step of the optimiser."""
+        """Does what is due after each step of the optimiser."""
 
     def end_task(self, task: Task, method: Method) -> None:
-        """After the last step of a task."""
+        """Stores what is needed of a task, after its last step."""
 
     def lr_scale(self, method: Method) -> float:  # noqa: ARG002
-        """Of the strategy's own parameters, against the method's."""
+        """Returns the learning rate of the strategy's own parameters, as a multiple of the method's."""
         return 1.0
 
 
@@ -101,10 +101,12 @@ class Distilling(Strategy):
         self.frozen: FrozenCopy | None = None
 
     def freeze(self, method: Method, how: Frozen) -> None:
+        """Keeps a frozen copy of the network as it is now."""
         self.frozen = FrozenCopy(method.online, batch_statistics=how == "batch")
         self.copies["frozen"] = self.frozen
 
     def add_predictor(self, method: Method, dim: int) -> None:
+        """Builds g, unless an earlier task did."""
         if self.g is None:
             with seeded(self.setting.seed, "g"):
                 g = mlp((dim, self.predictor_hidden, dim), norm=True)
@@ -112,10 +114,12 @@ class Distilling(Strategy):
             self.g = synchronised(g, self.world, self.setting.device).to(device=like.device, dtype=like.dtype)
 
     def predictions(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns g of the embedding of each view."""
         assert self.g is not None
         return tuple(self.g(z_ND) for z_ND in z)
 
     def frozen_embeddings(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Returns the frozen network's embedding of each view."""
         assert self.frozen is not None
         return tuple(self.frozen(view)[1] for view in inputs.views)
 
@@ -125,4 +129,5 @@ names, find, strategy_of = _PLUGINS.names, _PLUGINS.find, _PLUGINS.of
 
 
 def build(config: StrategyConfig, setting: Setting) -> Strategy:
+    """Builds the strategy of a configuration and returns it."""
     return strategy_of(config)(config, setting)

@@ -49,6 +49,7 @@ class Embedded(Replay):
         self.is_filled = False  # otherwise only the shapes are right, for a state to be loaded
 
     def keep(self, ids: Tensor, z_BD: Tensor) -> None:
+        """Stores these samples, and their embeddings, in place of those before."""
         self.id_B, order_B = ids.sort()
         self.z_BD, self.is_filled = z_BD[order_B], True
 
@@ -92,7 +93,7 @@ class Der(Strategy):
         return terms
 
     def end_task(self, task: Task, method: Method) -> None:
-        """What is kept from before and still chosen stays as it is; the others are embedded now."""
+        """Keeps what was kept before and is still chosen as it is, and embeds the others now."""
         self.replay.close()
         before, z_BD = self.replay.id_B, self.replay.z_BD
         chosen = self._choice(task, task.earlier + task.tasks)
@@ -108,7 +109,7 @@ class Der(Strategy):
 
     @torch.no_grad()
     def _embedded(self, task: Task, method: Method, ids: Ids) -> tuple[Tensor, Tensor]:
-        """The ids met in one pass, and what the network makes of them, the same on every rank.
+        """Returns the ids met in one pass, and what the network makes of them, the same on every rank.
 
         All of `ids`, but for those that cannot be decoded: the loader puts others in their place.
         """

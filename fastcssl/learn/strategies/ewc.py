@@ -49,11 +49,11 @@ class Importance:
         self.fisher_P, self.anchor_P = torch.zeros(0, device=device), torch.zeros(0, device=device)
 
     def resize(self, weights_P: Tensor) -> None:
-        """Of these weights nothing mattered yet."""
+        """Takes on these weights, of which nothing mattered yet."""
         self.fisher_P, self.anchor_P = torch.zeros_like(weights_P), weights_P.clone()
 
     def penalty(self, weights_P: Tensor) -> Tensor:
-        """sum_i F_i (theta_i - theta*_i)^2, F scaled to a mean of 1."""
+        """Returns sum_i F_i (theta_i - theta*_i)^2, F scaled to a mean of 1."""
         tiny = torch.finfo(self.fisher_P.dtype).tiny
         return (self.fisher_P * (weights_P - self.anchor_P).square()).sum() / self.fisher_P.mean().clamp_min(tiny)
 
@@ -95,7 +95,7 @@ class Ewc(Strategy):
         self.importance.anchor_P = _flat(_trained(method.online)).detach().clone()
 
     def fisher(self, task: Task, method: Method) -> Tensor:
-        """Of one task, over the global batches of an epoch of its own. Leaves the method as it was."""
+        """Returns F of one task, over the global batches of an epoch of its own. Leaves the method as it was."""
         stream = task.open(Selection(tasks=task.tasks))
         weights = _trained(method.online)
         fisher_P = torch.zeros_like(_flat(weights).detach())
@@ -111,7 +111,7 @@ class Ewc(Strategy):
         return fisher_P
 
     def _gradient(self, method: Method, weights: list[nn.Parameter], inputs: Inputs) -> Tensor:
-        """Of the global batch's loss, the same on every rank."""
+        """Returns the gradient of the global batch's loss, the same on every rank."""
         setting, parts = self.setting, []
         # Not in float16, which needs a scaler to keep small gradients.
         dtype = setting.amp_dtype if setting.amp_dtype is torch.bfloat16 else None
@@ -133,7 +133,7 @@ def _flat(tensors: Any) -> Tensor:
 
 @contextmanager
 def _undisturbed(method: Method, device: torch.device) -> Iterator[None]:
-    """A forward pass moves BatchNorm's statistics, those of slow copies too, and may draw: all that is put back."""
+    """Puts back what a forward pass moves: BatchNorm's statistics, those of slow copies too, and random draws."""
     buffers = [(buffer, buffer.clone()) for buffer in method.buffers()]
     copies = [
         (item, {key: value.clone() for key, value in item.state_dict().items()}) for item in method.copies.values()

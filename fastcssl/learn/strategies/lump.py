@@ -69,7 +69,7 @@ class Lump(Strategy):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _drawn(self, inputs: Inputs) -> Tensor:
-        """lambda of the batch that the replay stands at."""
+        """Returns lambda of the batch that the replay stands at."""
         counter = np.random.Philox(key=self.setting.seed, counter=[0, 0, self.replay.batch, self.replay.epoch])
         share = np.random.Generator(counter).beta(self.config.alpha, self.config.alpha)
         view = inputs.views[0]

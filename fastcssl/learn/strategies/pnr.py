@@ -122,17 +122,17 @@ class Pnr(Distilling):
         }
 
     def _pushes(self, method: Method, e: Embeddings, f: tuple[Tensor, ...]) -> tuple[list[Push], list[Push]]:
-        """What the last sweep of each bank writes there: of the current model's banks, and of the frozen one's."""
+        """Returns what the last sweep of each bank writes there: of the current model's banks, and of the frozen's."""
         frozen = [(bank, self.world.gather_keys(f[bank.view])) for bank in self.banks]
         return list(zip(method.banks, method.keys(e), strict=True)), frozen
 
     def _sweep(self, rows: Rows, mine: Push, frozen: Push, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
-        """One view's rows and ours against the current and the frozen bank."""
+        """Returns L1 and L2 of one view: its rows and ours against the current and the frozen bank."""
         bank, _ = frozen
         return self._both(rows, (bank.rows_KD,), (bank.filled,), p_MD, f_MD, [mine], [frozen])
 
     def _in_batch(self, method: Method, e: Embeddings, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
-        """Views stacked: the negatives are all other current and all other frozen embeddings of the batch."""
+        """Returns L1 and L2 of stacked views, told from all other current and frozen embeddings of the batch."""
         (rows,) = method.rows(e)
         f_KD = self.world.gather(f_MD)
         if self.config.exclude_same_label and e.label is not None:
@@ -142,7 +142,7 @@ class Pnr(Distilling):
     def _other_labels(
         self, rows: Rows, f_KD: Tensor, p_MD: Tensor, f_MD: Tensor, label_M: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As `_both`, but entries with the row's label are no negatives."""
+        """Returns L1 and L2 as `_both`, but entries with the row's label are no negatives."""
         assert rows.own_M is not None and not isinstance(rows.temperature, Tensor)
         (z_KD,), config = rows.keys, self.config
         same_MK = label_M[:, None] == self.world.gather(label_M)
@@ -165,7 +165,7 @@ class Pnr(Distilling):
         mine: Sequence[Push] = (),
         frozen: Sequence[Push] = (),
     ) -> tuple[Tensor, Tensor]:
-        """L1 and L2, a value a row. One sweep when they share their negatives. The last sweep of a bank writes it.
+        """Returns L1 and L2, a value a row, in one sweep when they share negatives. The last sweep of a bank writes it.
 
         `mine`, `frozen`: what goes to the banks that `rows` sees and to those of the frozen keys.
         """
@@ -195,7 +195,7 @@ class Pnr(Distilling):
     def _paper_form(
         self, method: Method, e: Embeddings, p: tuple[Tensor, ...], f: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Both views against the banks of both views, so that all rows share one sweep.
+        """Returns L1 and L2 of both views against the banks of both views, so that all rows share one sweep.
 
         L2's positive is not in its denominator but the other view's frozen embedding is: that one takes the positive's
         place in the sweep, and the numerator is put right afterwards.
@@ -229,7 +229,7 @@ class Pnr(Distilling):
 
 
 def _against(rows: Rows, keys: tuple[Tensor, ...], filled: tuple[Tensor | None, ...]) -> Rows:
-    """The same rows, other negatives."""
+    """Returns the same rows against other negatives."""
     return Rows(
         query_MD=rows.query_MD,
         positive_MD=rows.positive_MD,
