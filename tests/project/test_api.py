@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 import dataprep
 import fastcssl
@@ -102,9 +103,9 @@ def test_the_packages_are_typed() -> None:
     for package in PUBLIC:
         assert (ROOT / package / "py.typed").is_file()
         assert "py.typed" in project["tool"]["setuptools"]["package-data"][package]
-    packages = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in ROOT.glob("*/**/__init__.py")}
-    own = {name for name in packages if name.partition(".")[0] in PUBLIC}
-    assert own == set(project["tool"]["setuptools"]["packages"])
+    found = find_packages(str(ROOT), include=project["tool"]["setuptools"]["packages"]["find"]["include"])
+    folders = {path.parent for package in PUBLIC for path in (ROOT / package).rglob("*.py")}
+    assert {folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in folders} == set(found)
 
 
 def test_the_version_is_the_package_s() -> None:
@@ -126,9 +127,9 @@ def test_a_recipe_changes_by_the_command_line_s_names() -> None:
 
 
 def test_diagnose_looks_without_raising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcssl.doctor import Section, looks
+    from fastcssl.doctor import Section, checks
 
-    monkeypatch.setattr(looks, "looks", lambda data, full: iter([("x", lambda: Section(f"{data} {full}", ()))]))
+    monkeypatch.setattr(checks, "checks", lambda data, full: iter([("x", lambda: Section(f"{data} {full}", ()))]))
     assert [section.title for section in fastcssl.diagnose(str(tmp_path), full=True)] == [f"{tmp_path} True"]
 
 
