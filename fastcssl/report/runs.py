@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from fastcssl.errors import UserError
 from fastcssl.runs.bottleneck import Machine, Verdict, verdict
-from fastcssl.runs.log import METRICS, EpochReport, ProbeReport, RunLogError, StepReport, TaskReport, read_reports
+from fastcssl.runs.layout import RunFolder
+from fastcssl.runs.log import EpochReport, ProbeReport, RunLogError, StepReport, TaskReport, read_reports
 from fastcssl.runs.results import Evaluation, Probe, evaluations
 from fastcssl.runs.status import Status, read_status
 
@@ -109,13 +110,15 @@ def read_run(folder: Path | str) -> RunRecord:
         status = read_status(folder)
     except RunLogError as error:
         raise UserError(str(error)) from None
-    _check_lines(folder / METRICS)
+    _check_lines(RunFolder(folder).metrics)
     try:
         tasks = read_reports(folder, TaskReport)
         steps, epochs = read_reports(folder, StepReport), read_reports(folder, EpochReport)
         probes = read_reports(folder, ProbeReport)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{folder / METRICS} holds lines of another version ({error}). Train the run again.") from None
+        raise UserError(
+            f"{RunFolder(folder).metrics} holds lines of another version ({error}). Train the run again."
+        ) from None
     if not tasks:
         raise UserError(
             f"{folder} has no finished task yet, so there is nothing to report. fastcssl-train status {folder} says "
