@@ -90,6 +90,7 @@ class RunConfig:
     num_threads: int | None = None  # of the loader; None: one a core, shared by the ranks of a machine
     prefetch: int = 3  # batches under way
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    profile: int = 0  # steps to trace with torch's profiler, into RUN/profile
 
     def __post_init__(self) -> None:
         for key, least in (
