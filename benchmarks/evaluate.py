@@ -37,8 +37,9 @@ from dataprep.scenario import Scenario
 from dataprep.sources import open_source
 from fastcssl.config.config import RunConfig
 from fastcssl.config.recipes import recipe
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared
-from fastcssl.data.views import policy, with_size
+from fastcssl.data.views import with_size
 from fastcssl.evaluate.evaluate import evaluate
 from fastcssl.evaluate.features import embed, full_float32
 from fastcssl.evaluate.options import Machine, Request

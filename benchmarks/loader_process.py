@@ -21,7 +21,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastcssl.data.views import Policy, policy
+from fastcssl.data.policies import policy
+from fastcssl.data.views import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

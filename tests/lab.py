@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastcssl.data.loader import Loader, LoaderConfig
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared
-from fastcssl.data.views import policy, with_size
+from fastcssl.data.views import with_size
 from fastcssl.distributed.world import World
 from fastcssl.learn import methods, strategies
 from fastcssl.learn.memory import Bank

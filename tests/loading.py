@@ -10,8 +10,9 @@ from conftest import prep_ok
 
 from fastcssl.data.backends import backends
 from fastcssl.data.loader import Batch, LoaderConfig
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared
-from fastcssl.data.views import policy, with_size
+from fastcssl.data.views import with_size
 
 NAMES = backends()
 FORMATS = {"native": "tar", "dali": "tar", "ffcv": "ffcv", "resident": "array", "torchvision": "tar"}

@@ -12,16 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fastcssl.data.backends import LoaderError, LocalBatch
-from fastcssl.data.draws import Drawn, draw_views, uniform
+from fastcssl.data.draws import Drawn, Reserved, draw_views, uniform
 from fastcssl.data.prepared import Order, Prepared
 from fastcssl.data.views import Policy
 from fastcssl.distributed.world import World
 
 Last = Literal["drop", "pad"]
 Rows = npt.NDArray[np.int64]
-
-_ORDER_VIEW = 1 << 32  # a view number that no policy has: the draws behind the order of samples
-_REPLACEMENT_VIEW = _ORDER_VIEW + 1
 
 
 def local_size(batch_size: int, world: World) -> int:
@@ -78,7 +75,7 @@ class EpochPlan:
         if self._order == "sequential":
             return self._rows
         id_S = self._data.table["id"][self._rows]
-        key_S = uniform(self._seed, self._epoch, id_S, np.full(len(id_S), visit), _ORDER_VIEW, 0)
+        key_S = uniform(self._seed, self._epoch, id_S, np.full(len(id_S), visit), Reserved.ORDER_VIEW, 0)
         return self._rows[np.argsort(key_S, kind="stable")]
 
     def _make(self, number: int) -> LocalBatch:
@@ -114,5 +111,5 @@ class EpochPlan:
     def replacement(self, row: int, attempt: int) -> int:
         """Another sample of the selection in place of one that cannot be decoded, the same for every rank."""
         sample_id = np.array([self._data.table["id"][row]])
-        u = uniform(self._seed, self._epoch, sample_id, np.array([attempt]), _REPLACEMENT_VIEW, 0)
+        u = uniform(self._seed, self._epoch, sample_id, np.array([attempt]), Reserved.REPLACEMENT_VIEW, 0)
         return int(self._rows[int(u[0] * len(self._rows))])

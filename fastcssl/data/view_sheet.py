@@ -10,8 +10,9 @@ from dataprep.contents import FAINT, GAP_PX, INK, MARGIN_PX, PAPER, TILE_PX, rea
 from dataprep.errors import PrepError
 from fastcssl.data.backends import LoaderError
 from fastcssl.data.loader import Loader, LoaderConfig
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared, Selection
-from fastcssl.data.views import ViewSpec, policy
+from fastcssl.data.views import ViewSpec
 
 _NUM_SAMPLES = 6
 _NUM_EPOCHS = 4

@@ -10,12 +10,7 @@ The order of the operations is fixed: crop, jitter, grayscale, blur, solarize, f
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
-
-if TYPE_CHECKING:
-    from fastcssl.data.policies import EXTRAPOLATED as EXTRAPOLATED
-    from fastcssl.data.policies import POLICIES as POLICIES
-    from fastcssl.data.policies import policy as policy
+from typing import Literal, get_args
 
 Crop = Literal["random", "center", "whole"]
 Interpolation = Literal["bicubic", "bilinear"]
@@ -127,14 +122,3 @@ def with_min_scale(views: Policy, min_scale: float) -> Policy:
 def with_normalisation(views: Policy, mean: Rgb, std: Rgb) -> Policy:
     """Returns the same views, normalised by another mean and standard deviation."""
     return tuple(replace(view, mean=mean, std=std) for view in views)
-
-
-if not TYPE_CHECKING:  # these moved to policies.py, which imports this module
-
-    def __getattr__(name: str) -> Any:
-        """Returns what moved to policies.py, for those that still look for it here."""
-        if name not in ("EXTRAPOLATED", "POLICIES", "policy"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from fastcssl.data import policies
-
-        return getattr(policies, name)

@@ -29,6 +29,7 @@ from fastcssl.runs import results
 from fastcssl.runs.checkpoint import Checkpoints, latest, load
 from fastcssl.runs.git import commit
 from fastcssl.runs.interrupt import Stop
+from fastcssl.runs.layout import RunFolder
 from fastcssl.runs.metrics import learnt_in_order
 from fastcssl.runs.results import EvaluatedData, Evaluation, MadeBy, Probe, References
 
@@ -77,7 +78,7 @@ class SideBySide:
         for settings in self._settings(target):
             noted = asdict(settings) | self._circumstances()
             name = results.result_name(self._probe, self._plan.scope, noted, self._sha256)
-            path = target.folder / results.FOLDER / f"{name}.json"
+            path = RunFolder(target.folder).evaluations / f"{name}.json"
             known = results.load_evaluation(path) if path.is_file() else None
             slot = _Slot(target, settings, noted, path, known)
             if known is not None and not self._request.again:
@@ -225,7 +226,7 @@ class SideBySide:
 
     def _underway(self, identity: list[Any]) -> Path:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-        folder = self._slots[0].target.folder / results.FOLDER / _UNDERWAY / digest
+        folder = RunFolder(self._slots[0].target.folder).evaluations / _UNDERWAY / digest
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

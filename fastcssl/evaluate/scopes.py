@@ -16,14 +16,13 @@ import numpy.typing as npt
 
 from dataprep.manifest import SPLITS
 from dataprep.suggest import nearest
-from fastcssl.data.draws import uniform
+from fastcssl.data.draws import Reserved, uniform
 from fastcssl.data.prepared import Prepared, Selection
 from fastcssl.errors import UserError
 from fastcssl.runs.results import DOWNSTREAM, ScopeName
 
 SampleIds = npt.NDArray[np.int64]
 SHARES = {"semi-1": 0.01, "semi-10": 0.1}
-SUBSET_VIEW = (1 << 32) + 2  # a view number that no policy has: the draws behind a subset
 SUBSET_SEED = 42  # as the references' split has
 
 
@@ -116,7 +115,7 @@ class ClassDraw(NamedTuple):
 
 def drawn_by_class(rows: npt.NDArray[Any], seed: int) -> ClassDraw:
     """Returns rows of a table of samples, shuffled within each class by a draw of (seed, id) alone."""
-    draw_S = uniform(seed, 0, rows["id"], np.zeros(len(rows), np.int64), SUBSET_VIEW, 0)
+    draw_S = uniform(seed, 0, rows["id"], np.zeros(len(rows), np.int64), Reserved.SUBSET_VIEW, 0)
     order_S = np.lexsort((draw_S, rows["label"]))
     label_C, begin_C, count_C = np.unique(rows["label"][order_S], return_index=True, return_counts=True)
     place_S = np.arange(len(rows)) - np.repeat(begin_C, count_C)

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dataprep.manifest import sha256_of
-from fastcssl.data.views import Family, Policy, policy, with_normalisation, with_size
+from fastcssl.data.policies import policy
+from fastcssl.data.views import Family, Policy, with_normalisation, with_size
 from fastcssl.errors import UserError
 from fastcssl.evaluate.probes import ProbeViews
 from fastcssl.learn.encoder_file import EncoderFileError, describe_file, difference, load_encoder
 from fastcssl.learn.encoders import EncoderConfig
 from fastcssl.learn.nets import build_encoder
+from fastcssl.runs.layout import RunFolder, runs_in
 from fastcssl.runs.results import EvaluatedEncoder
 
 
@@ -92,7 +94,7 @@ def open_targets(
     for path in paths:
         if path.is_file():
             found.append(_file(path, architecture, family, size_px, out))
-        elif (path / "config.json").is_file():
+        elif RunFolder(path).is_run():
             found.append(_run(path))
         elif seeds := sorted(it.parent for it in path.glob("seed*/config.json")):
             found += [_run(seed) for seed in seeds]
@@ -111,9 +113,9 @@ def open_references(paths: Sequence[Path]) -> list[Target]:
     """Opens runs of one task alone, or folders that hold some, and returns them."""
     found: list[Target] = []
     for path in paths:
-        folders = [path] if (path / "config.json").is_file() else sorted(it.parent for it in path.glob("*/config.json"))
+        folders = [path] if RunFolder(path).is_run() else runs_in(path)
         # A folder of runs may hold others too, and some that are not finished.
-        runs = [_run(folder) for folder in folders if folder == path or any((folder / "encoders").glob("task*"))]
+        runs = [_run(folder) for folder in folders if folder == path or any(RunFolder(folder).encoders.glob("task*"))]
         alone = [run for run in runs if run.only_task is not None]
         if not alone:
             raise UserError(
@@ -128,7 +130,7 @@ def open_references(paths: Sequence[Path]) -> list[Target]:
 
 
 def _run(folder: Path) -> Target:
-    path = folder / "config.json"
+    path = RunFolder(folder).config
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
         config, tasks = described["config"], [list(map(int, numbers)) for numbers in described["tasks"]]
@@ -142,7 +144,7 @@ def _run(folder: Path) -> Target:
     checkpoints, strings = [], {}
     for number, numbers in enumerate(tasks):
         name = f"task{numbers[0]}" if len(numbers) == 1 else "joint"
-        file = folder / "encoders" / f"{name}.safetensors"
+        file = RunFolder(folder).encoders / f"{name}.safetensors"
         if not file.is_file():
             continue
         strings = describe_file(file)

@@ -13,7 +13,6 @@ from fastcssl.runs.log import EpochReport, ProbeReport, RunLogError, StepReport,
 from fastcssl.runs.results import Evaluation, Probe, evaluations
 from fastcssl.runs.status import Status, read_status
 
-CONFIG = "config.json"
 _KEYS = {"config": dict, "sources": dict, "words": list, "data": str, "task_names": list, "machine": dict}
 
 _METHODS = {
@@ -95,7 +94,8 @@ def found_runs(folders: Sequence[Path]) -> list[Path]:
     """Each a run's folder; one that holds several seeds stands for all of them. None is there twice."""
     found: dict[Path, Path] = {}
     for folder in folders:
-        inside = [] if (folder / CONFIG).exists() else sorted(path.parent for path in folder.glob(f"seed*/{CONFIG}"))
+        own = RunFolder(folder)
+        inside = [] if own.is_run() else sorted(path.parent for path in folder.glob(f"seed*/{own.config.name}"))
         for run in inside or [folder]:
             found.setdefault(run.resolve(), run)
     return list(found.values())
@@ -158,9 +158,9 @@ def order(method: str, strategy: str) -> tuple[int, int]:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
+    path = RunFolder(folder).config
     if not path.exists():
-        seen = f"it holds no {CONFIG}" if folder.is_dir() else "there is no such folder"
+        seen = f"it holds no {path.name}" if folder.is_dir() else "there is no such folder"
         raise UserError(f"{folder} is not a run: {seen}. Give the folder that fastcssl-train wrote.")
     try:
         described = json.loads(path.read_bytes())

@@ -15,10 +15,10 @@ from typing import Any, Literal, get_args
 
 from dataprep.manifest import ManifestError, typed, write_atomically
 from fastcssl.errors import UserError
+from fastcssl.runs.layout import RunFolder
 from fastcssl.runs.metrics import AVERAGE, METRICS, AccuracyTable, MetricInputs, Need, average, single_metrics
 
 FORMAT = 1
-FOLDER = "evaluations"
 DOWNSTREAM = "downstream:"
 
 Probe = Literal["linear", "linear-cached", "knn"]
@@ -128,7 +128,7 @@ class Evaluation:
     def save(self, run: Path) -> Path:
         """Writes RUN/evaluations/<name>.json, whole or not at all, and returns its path."""
         _check(self, "the result")
-        folder = run / FOLDER
+        folder = RunFolder(run).evaluations
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
         write_atomically(path, json.dumps(self.as_json(), indent=1, allow_nan=False).encode())
@@ -180,7 +180,7 @@ def _metric_fields(content: dict[str, Any]) -> dict[str, Any]:
 
 def evaluations(run: Path) -> Iterator[tuple[Path, Evaluation]]:
     """Yields all results of a run, by name."""
-    for path in sorted((run / FOLDER).glob("*.json")):
+    for path in sorted(RunFolder(run).evaluations.glob("*.json")):
         yield path, load_evaluation(path)
 
 

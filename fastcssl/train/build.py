@@ -46,10 +46,11 @@ class Run:
         size_px = config.views.views()[0].size_px
         self.encoder: nn.Module = build_encoder(config.encoder, config.seed, size_px)
         self.amp_dtype = amp_dtype(config.precision, device)
-        if device.type == "cpu" and self.amp_dtype is torch.bfloat16 and strides_over_a_pixel(self.encoder, size_px):
+        small_px = min(view.size_px for view in config.views.views())
+        if device.type == "cpu" and self.amp_dtype is torch.bfloat16 and strides_over_a_pixel(self.encoder, small_px):
             if config.precision == "bf16":
                 raise UserError(
-                    f"{config.encoder.name} shrinks images of {size_px} px to a single pixel before its last stride; "
+                    f"{config.encoder.name} shrinks images of {small_px} px to a single pixel before its last stride; "
                     "there torch's bfloat16 convolutions return wrong gradients on CPUs. Use --precision fp32 or a "
                     "larger --views.size-px."
                 )

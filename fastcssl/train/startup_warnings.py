@@ -16,7 +16,7 @@ def startup_warnings(run: Run, sources: Mapping[str, str]) -> Iterator[str]:
             f"{method.name} compares the samples of a batch with each other; with --accumulate {config.accumulate} it "
             f"sees {config.batch_size // config.accumulate} at a time, and trains differently."
         )
-    budget = getattr(config.strategy, "budget", None)
+    budget = config.strategy.budget
     if run.strategy.replays and budget is not None and len(run.tasks) > 1:
         earlier = run.task(len(run.tasks) - 1).earlier
         past = len(run.data.rows(Selection(tasks=earlier)))

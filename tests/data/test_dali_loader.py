@@ -24,8 +24,9 @@ from fastcssl.data.backends import BackendConfig, Crops, LoaderError
 from fastcssl.data.backends.torchvision import TorchvisionBackend
 from fastcssl.data.loader import Loader, LoaderConfig
 from fastcssl.data.order import EpochPlan
+from fastcssl.data.policies import POLICIES, policy
 from fastcssl.data.prepared import Prepared, Selection
-from fastcssl.data.views import POLICIES, Policy, ViewSpec, policy, with_size
+from fastcssl.data.views import Policy, ViewSpec, with_size
 from fastcssl.distributed.world import World
 
 backend("nvidia.dali")

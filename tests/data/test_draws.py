@@ -23,7 +23,8 @@ from PIL import Image
 from torchvision.transforms import CenterCrop, ColorJitter, InterpolationMode, RandomResizedCrop, Resize, v2
 
 from fastcssl.data.draws import NO_SOLARIZE, Column, Draw, Drawn, _exp, draw_views, uniform
-from fastcssl.data.views import POLICIES, Policy, ViewSpec, policy, with_size
+from fastcssl.data.policies import POLICIES, policy
+from fastcssl.data.views import Policy, ViewSpec, with_size
 
 PLAIN = ViewSpec(size_px=224, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
 IDS = np.arange(20_000)

@@ -19,8 +19,9 @@ from fastcssl.data.backends import Backend, BackendConfig, Crops, LoaderError, L
 from fastcssl.data.backends.native import NativeBackend
 from fastcssl.data.backends.torchvision import TorchvisionBackend
 from fastcssl.data.order import EpochPlan
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Order, Prepared, Selection
-from fastcssl.data.views import Policy, policy, with_size
+from fastcssl.data.views import Policy, with_size
 from fastcssl.distributed.world import World
 
 ffcv_loader = backend("fastcssl.data.backends.ffcv")

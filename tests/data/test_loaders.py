@@ -15,8 +15,9 @@ from loading import FORMATS, NAMES, TASKS, collect, config, equal, ids_of, wante
 from dataprep.manifest import load_manifest
 from fastcssl.data.backends import LoaderError
 from fastcssl.data.loader import Loader
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared, Selection
-from fastcssl.data.views import ViewSpec, policy, with_size
+from fastcssl.data.views import ViewSpec, with_size
 from fastcssl.distributed.world import World
 
 

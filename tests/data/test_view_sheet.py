@@ -10,8 +10,9 @@ from PIL import Image, ImageFilter, ImageOps
 from torchvision.transforms import v2
 
 from fastcssl.data.loader import Loader, LoaderConfig
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared, Selection
-from fastcssl.data.views import ViewSpec, policy, with_size
+from fastcssl.data.views import ViewSpec, with_size
 
 
 @pytest.fixture(scope="module")

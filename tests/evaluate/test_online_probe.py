@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from fastcssl.config.probe_plan import ProbePlan
 from fastcssl.data.loader import Loader, LoaderConfig, Stream
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared, Selection
-from fastcssl.data.views import policy, with_size
+from fastcssl.data.views import with_size
 from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
 from fastcssl.evaluate.features import Features, features, top1

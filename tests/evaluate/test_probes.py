@@ -16,8 +16,9 @@ from processes import run as on_ranks
 from torch import Tensor, nn
 
 from fastcssl.data.backends.engine import EngineBackend
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared
-from fastcssl.data.views import policy, with_size
+from fastcssl.data.views import with_size
 from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
 from fastcssl.evaluate import probes

@@ -9,8 +9,9 @@ from conftest import backend, prep_ok
 from fastcssl import ops
 from fastcssl.data.augment import NEUTRAL, ORDERS, Column, photometric_torch
 from fastcssl.data.loader import Loader, LoaderConfig
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared, Selection
-from fastcssl.data.views import policy, with_size
+from fastcssl.data.views import with_size
 
 pytestmark = pytest.mark.gpu
 

@@ -188,7 +188,7 @@ def test_files_of_the_readme_are_found_in_their_folders(
     )
     files = re.findall(r"# fastcssl/([\w/]+)/(\w+)\.py: (.*?)(?=\n# fastcssl/|\Z)", block, re.DOTALL)
     packages = (methods, strategies, loaders)
-    assert [where for where, _, _ in files[:2]] == ["learn/methods", "learn/strategies"]
+    assert [where for where, _, _ in files] == ["learn/methods", "learn/strategies", "data/backends"]
     for package, (_, name, source) in zip(packages, files, strict=True):
         folder = tmp_path / package.__name__
         folder.mkdir()

@@ -10,8 +10,8 @@ from small_runs import lines, prepared, run, tiny
 
 from fastcssl.data.backends import usual_threads
 from fastcssl.data.loader import Loader, LoaderConfig
+from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared, Selection
-from fastcssl.data.views import policy
 from fastcssl.runs.bottleneck import NAMES, Machine, verdict
 from fastcssl.runs.timing import LOADER, MAIN, StageTimes, total
 
