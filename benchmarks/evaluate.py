@@ -42,8 +42,8 @@ from fastcssl.data.prepared import Prepared
 from fastcssl.data.views import with_size
 from fastcssl.evaluate.evaluate import evaluate
 from fastcssl.evaluate.features import embed, full_float32
-from fastcssl.evaluate.options import Machine, Request
-from fastcssl.evaluate.probes import Bench, Contender, ProbeViews, cached, linear
+from fastcssl.evaluate.options import ProbeMachine, Request
+from fastcssl.evaluate.probes import Bench, ProbedEncoder, ProbeViews, cached, linear
 from fastcssl.evaluate.scopes import plan
 from fastcssl.evaluate.targets import open_targets
 from fastcssl.learn.encoders import EncoderConfig
@@ -99,8 +99,8 @@ class Speed:
     encoders: list[nn.Module]
     settings: linear.LinearSettings
 
-    def contenders(self) -> list[Contender[linear.LinearSettings]]:
-        return [Contender(encoder=encoder, settings=(self.settings,)) for encoder in self.encoders]
+    def contenders(self) -> list[ProbedEncoder[linear.LinearSettings]]:
+        return [ProbedEncoder(encoder=encoder, settings=(self.settings,)) for encoder in self.encoders]
 
     def side_by_side(self) -> float:
         with stopwatch() as seconds:
@@ -141,7 +141,7 @@ class Speed:
         return seconds()
 
     def from_cache(self) -> float:
-        contenders = [Contender(encoder=encoder, settings=(cached.CachedSettings(),)) for encoder in self.encoders]
+        contenders = [ProbedEncoder(encoder=encoder, settings=(cached.CachedSettings(),)) for encoder in self.encoders]
         with stopwatch() as seconds:
             cached.run(contenders, self.bench)
         return seconds()
@@ -219,7 +219,9 @@ def accuracies(options: Options, scale: Scale, work: Path, on_step: Callable[[st
     on_step(f"{scale.exact_epochs} epochs of the exact probe")
     targets = open_targets([run], architecture=None, family="imagenet", size_px=None, out=None)
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
-    machine = Machine(device=device, precision="fp32", num_threads=options.threads, command="benchmarks/evaluate.py")
+    machine = ProbeMachine(
+        device=device, precision="fp32", num_threads=options.threads, command="benchmarks/evaluate.py"
+    )
     request = Request(probes=("linear", "linear-cached"), epochs=scale.exact_epochs, random_encoder=False)
     made = {outcome.evaluation.probe: outcome.evaluation for outcome in evaluate(targets, request, machine)}
     exact, solved = made["linear"], made["linear-cached"]

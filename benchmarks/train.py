@@ -6,9 +6,8 @@
 A step is what fastcssl/train/loop.py does with a batch: forward, backward, optimiser, momentum, banks. Epochs are
 endless, and nothing is logged or saved. Every contender lives in a process of its own, with as many threads for
 computing as for loading, and is stopped while others are measured. What whole steps could reach: on a GPU the slower
-one of loader and held batch; on a CPU both in turn, since they share its cores. lightly runs on this environment's torch; how it trains
-is told in train_lightly.py, and what counts as memory in train_process.py.
-"""
+one of loader and held batch; on a CPU both in turn, since they share its cores. lightly runs on this environment's
+torch; how it trains is told in train_lightly.py, and what counts as memory in train_process.py."""
 
 import contextlib
 import math

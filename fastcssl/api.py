@@ -17,7 +17,7 @@ from fastcssl.config.recipes import Recipe
 from fastcssl.data.views import Family
 from fastcssl.distributed.world import DeviceKind, connected
 from fastcssl.evaluate.evaluate import evaluate
-from fastcssl.evaluate.options import Evaluated, Machine, Progress, Request
+from fastcssl.evaluate.options import Evaluated, ProbeMachine, Progress, Request
 from fastcssl.evaluate.scopes import check_scope
 from fastcssl.evaluate.targets import open_references, open_targets
 from fastcssl.learn.encoders import EncoderConfig
@@ -129,7 +129,7 @@ def evaluate_runs(
     default the paper's linear probe over all classes. references: runs of one task alone, for plasticity.
     architecture, family, out: of encoder files that do not say so, and where their results go. num_threads: of the
     loader, by default one a core. checkpoint_minutes: how often a long probe is saved. command: noted in the results.
-    What is known already is read, not computed. A signal is raised as `evaluate.options.Interrupted`, all kept.
+    What is known already is read, not computed. A signal is raised as `EvaluationInterrupted`, all kept.
     """
     request = request or Request()
     for scope in request.scopes:
@@ -143,7 +143,7 @@ def evaluate_runs(
     )
     others = open_references(folders_of(references))
     with connected(device, timeout_s=PATIENCE_S) as (world, where):
-        machine = Machine(
+        machine = ProbeMachine(
             world=world,
             device=where,
             precision=precision,

@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from dataprep.suggest import nearest
-from fastcssl.cli.exit_codes import ended, explained, together
+from fastcssl.cli.exit_codes import ExitCode, after_signal, ended, explained, together
 from fastcssl.cli.flag_names import check_flags
 from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, usage, values
 from fastcssl.config.recipes import RECIPES, Recipe, Settings, flat, recipe
@@ -57,22 +57,22 @@ def _run(args: list[str], console: Console) -> int:
     if wants_list:
         if not words:
             console.print(everything())
-            return 0
+            return ExitCode.OK
         words += _LISTED[len(words) - 1 :]
     elif len(words) < 3:
         if wants_help:
             console.print(usage(words))
-            return 0
+            return ExitCode.OK
         raise UserError(_missing(words))
     check_flags(words, args)
     found = recipe(*words, settings=settings)
     if wants_help:
         console.print(flags(words, found, _default_out(words, found.config.seed)))
-        return 0
+        return ExitCode.OK
     options, changed = parsed(words, found, args, speaks=not console.quiet)
     if wants_list:
         console.print(values(words, settings, changed))
-        return 0
+        return ExitCode.OK
     return _with_options(words, options, changed, args, console)
 
 
@@ -197,14 +197,14 @@ def _status(args: list[str], console: Console) -> int:
 
     if len(args) != 1 or args[0].startswith("-"):
         console.print(f"usage: {PROG} status RUN", markup=False)
-        return 0 if args in (["-h"], ["--help"]) else 2
+        return ExitCode.OK if args in (["-h"], ["--help"]) else ExitCode.MISTAKE
     folder = Path(args[0])
     # Of several seeds each is a run of its own.
     own = RunFolder(folder).status
     seeds = [] if own.exists() else sorted(path.parent for path in folder.glob(f"seed*/{own.name}"))
     for run in seeds or [folder]:
         console.print(summary(run))
-    return 0
+    return ExitCode.OK
 
 
 def _with_options(words: Sequence[str], options: Options, found: Recipe, args: Sequence[str], console: Console) -> int:
@@ -232,7 +232,7 @@ def _train(options: Options, found: Recipe, seeds: tuple[int, ...], out: Path, d
             if world.rank == 0:
                 console.print(shown(forecast_run(found, data=data, out=out, num_ranks=world.size)))
             world.barrier()
-        return 0
+        return ExitCode.OK
     where: dict[str, Any] = {"data": data, "out": out, "resume": options.resume, "start_from": options.start_from}
     with together(connected(found.config.run.device)):
         if seeds:
@@ -241,7 +241,7 @@ def _train(options: Options, found: Recipe, seeds: tuple[int, ...], out: Path, d
             outcomes = [train_run(found, console=console, **where)]
     if len(outcomes) > 1 and (table := over_seeds(outcomes)) is not None:
         console.print(table)
-    return 128 + outcomes[-1].signal if outcomes[-1].signal else 0
+    return after_signal(outcomes[-1].signal) if outcomes[-1].signal else ExitCode.OK
 
 
 def over_seeds(outcomes: "Sequence[Outcome]") -> RenderableType | None:

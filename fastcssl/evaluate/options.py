@@ -76,9 +76,6 @@ class ProbeMachine:
     command: str = ""
 
 
-Machine = ProbeMachine  # its former name, for callers of before
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     """One table of accuracies of one run, and the file that holds it."""

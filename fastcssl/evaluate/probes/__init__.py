@@ -37,9 +37,6 @@ class ProbedEncoder(Generic[ProbeSettings]):
     settings: tuple[ProbeSettings, ...]
 
 
-Contender = ProbedEncoder  # its former name, for callers of before
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeViews:
     """How images are seen: by a classifier that is trained on them, and by one that is judged."""
