@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import backend
+from setuptools import find_packages
 
 import fastcssl
 from dataprep.sources import open_source
@@ -63,7 +64,8 @@ def test_packages_and_their_data_are_declared(tracked: list[str]) -> None:
     """Otherwise the wheel lacks them, and nobody who works in the tree would notice."""
     inside = [name for name in tracked if name.startswith(("fastcssl/", "dataprep/"))]
     declared = PYPROJECT["tool"]["setuptools"]
-    assert {name.rpartition("/")[0].replace("/", ".") for name in inside} == set(declared["packages"])
+    found = find_packages(str(ROOT), include=declared["packages"]["find"]["include"])
+    assert {name.rpartition("/")[0].replace("/", ".") for name in inside} == set(found)
     for name in inside:
         if not name.endswith(".py"):
             folder, _, file = name.rpartition("/")
