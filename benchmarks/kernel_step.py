@@ -22,7 +22,7 @@ from fastcssl.learn.methods import BankConfig, Inputs, Method, Setting
 from fastcssl.learn.nets import build_encoder
 from fastcssl.learn.optim import OptimConfig, build_optimizer
 from fastcssl.learn.step import Step, optimise
-from fastcssl.learn.strategies import Task
+from fastcssl.learn.strategies import CurrentTask
 from fastcssl.learn.strategies.pnr import Pnr, PnrConfig
 
 Way = Literal["ours", "released"]
@@ -74,7 +74,7 @@ class Training:
         self.method = methods.build(config, encoder, setting)
         self.strategy: Any = (AsReleased if way == "released" else strategies.find("pnr"))(PnrConfig(), setting)
         for index in (0, 1):
-            task = Task(index=index, tasks=(index,), earlier=tuple(range(index)), open=_no_data)
+            task = CurrentTask(index=index, tasks=(index,), earlier=tuple(range(index)), open=_no_data)
             self.strategy.begin_task(task, self.method)
             if index == 0:
                 self.strategy.end_task(task, self.method)

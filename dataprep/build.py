@@ -29,9 +29,9 @@ from dataprep.manifest import (
     sha256_of,
 )
 from dataprep.part import Part
-from dataprep.progress import Meter
+from dataprep.progress import ImageMeter
 from dataprep.samples import Sample
-from dataprep.scenario import Scenario, Split, randperm, split
+from dataprep.scenario import Assignment, Scenario, randperm, split
 from dataprep.sources import Source
 from dataprep.splits import assemble, order_name
 from dataprep.writers import DerivedFormat, DerivedWriter, Format, StreamedFormat, formats
@@ -126,7 +126,7 @@ class _Builder:
     def __init__(
         self,
         job: BuildJob,
-        plan: Split,
+        plan: Assignment,
         chosen: list[Format],
         journal: Journal,
         console: Console,
@@ -147,7 +147,7 @@ class _Builder:
         resumed = sum(part.num_consumed for part in journal.parts)
         resumed_bytes = sum(file.bytes for part in journal.parts for file in part.files)
         self.num_resumed = sum(part.num_consumed for part in journal.parts if not part.is_derived)
-        self.meter = Meter(console, total * (1 + len(self.derived)), resumed=resumed, resumed_bytes=resumed_bytes)
+        self.meter = ImageMeter(console, total * (1 + len(self.derived)), resumed=resumed, resumed_bytes=resumed_bytes)
         self.sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self.sealing: Future[None] | None = None
 

@@ -28,10 +28,10 @@ _MAX_LISTED = 5
 _WHICH, _HOW = "which images", "how they are stored"
 
 
-_Scenario = Annotated[Kind, Flag("how samples become tasks: class, data, domain or joint", "KIND")]
-_Tasks = Annotated[int | None, Flag("how many; domain and joint know it themselves", "T")]
-_Seed = Annotated[int | None, Flag("draw the order from it, in place of CaSSLe's", "S")]
-_Order = Annotated[Literal["reference"] | None, Flag("CaSSLe's, as without --seed", "reference")]
+_ScenarioFlag = Annotated[Kind, Flag("how samples become tasks: class, data, domain or joint", "KIND")]
+_TasksFlag = Annotated[int | None, Flag("how many; domain and joint know it themselves", "T")]
+_SeedFlag = Annotated[int | None, Flag("draw the order from it, in place of CaSSLe's", "S")]
+_OrderFlag = Annotated[Literal["reference"] | None, Flag("CaSSLe's, as without --seed", "reference")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class Build:
         ),
     ]
     out: Annotated[Path, Flag("the folder to write, empty or begun by the same command", "DIR")]
-    scenario: _Scenario
-    tasks: _Tasks = None
-    seed: _Seed = None
-    order: _Order = None
+    scenario: _ScenarioFlag
+    tasks: _TasksFlag = None
+    seed: _SeedFlag = None
+    order: _OrderFlag = None
     classes: Annotated[Path | None, Flag("a text file of the class folders to use, one a line", "FILE", _WHICH)] = None
     domains: Annotated[str | None, Flag("some of the domains, with commas", "LIST", _WHICH)] = None
     limit_per_class: Annotated[int | None, Flag("at most so many, for each split and domain", "N", _WHICH)] = None
@@ -74,15 +74,15 @@ class Build:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class Resplit:
     """Writes another manifest over the same shards, in seconds: other scenario, number of tasks or order."""
 
     dir: Annotated[Path, tyro.conf.Positional, Flag("a prepared folder", "DIR")]
     name: Annotated[str, Flag("the new manifest is DIR/NAME.json", "NAME")]
-    scenario: _Scenario
-    tasks: _Tasks = None
-    seed: _Seed = None
-    order: _Order = None
+    scenario: _ScenarioFlag
+    tasks: _TasksFlag = None
+    seed: _SeedFlag = None
+    order: _OrderFlag = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Inspect:
 
 Command = (
     Annotated[Build, tyro.conf.subcommand("build", prefix_name=False)]
-    | Annotated[Split, tyro.conf.subcommand("split", prefix_name=False)]
+    | Annotated[Resplit, tyro.conf.subcommand("split", prefix_name=False)]
     | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
     | Annotated[Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
 )
@@ -117,7 +117,7 @@ _PAGES = {
     "": help.menu(
         f"{PROG} VERB ...; {PROG} VERB --help shows its flags",
         "Images on disk become task-split, checksummed shards.",
-        {"build": Build, "split": Split, "verify": Verify, "inspect": Inspect},
+        {"build": Build, "split": Resplit, "verify": Verify, "inspect": Inspect},
     ),
     "build": help.page(
         Build,
@@ -129,7 +129,7 @@ _PAGES = {
         ],
     ),
     "split": help.page(
-        Split,
+        Resplit,
         f"{PROG} split DIR --name NAME --scenario KIND [FLAGS]",
         [f"{PROG} split /data/in100 --scenario data --tasks 10 --name data10"],
     ),
@@ -148,13 +148,13 @@ def main(args: list[str] | None = None) -> int:
     if help.is_asked(args):
         Console().print(_PAGES[next((arg for arg in args if arg in _PAGES), "")])
         return 0
-    command: Build | Split | Verify | Inspect = tyro.cli(
+    command: Build | Resplit | Verify | Inspect = tyro.cli(
         Command, prog=PROG, args=args, config=(tyro.conf.FlagCreatePairsOff,)
     )
     try:
         if isinstance(command, Build):
             return _build(command, console)
-        if isinstance(command, Split):
+        if isinstance(command, Resplit):
             return _split(command, console)
         if isinstance(command, Verify):
             return _verify(command, console)
@@ -264,7 +264,7 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
     )
 
 
-def _split(command: Split, console: Console) -> int:
+def _split(command: Resplit, console: Console) -> int:
     _check_order(command)
     path = manifest_path(command.dir)
     manifest = split_data(path, command.name, scenario=command.scenario, num_tasks=command.tasks, seed=command.seed)
@@ -310,7 +310,7 @@ def _listed(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
 
 
-def _check_order(command: Build | Split) -> None:
+def _check_order(command: Build | Resplit) -> None:
     if command.seed is not None and command.order is not None:
         raise PrepError("--seed and --order exclude each other: the reference order has its own seeds. Leave one out.")
 

@@ -27,7 +27,7 @@ def human_seconds(seconds: float) -> str:
     return f"{minutes}m {rest:02d}s" if minutes else f"{seconds:.1f}s"
 
 
-class _Rates(ProgressColumn):
+class _RateColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         speed = task.speed or 0.0
         per_image = task.fields["num_bytes"] / max(task.completed, 1)
@@ -57,7 +57,7 @@ class OnTerminal:
             self._live.stop()
 
 
-class Meter(OnTerminal):
+class ImageMeter(OnTerminal):
     """Counts images and bytes over the whole job and shows them under a changing label."""
 
     def __init__(self, console: Console, total: int, *, resumed: int = 0, resumed_bytes: int = 0) -> None:
@@ -73,7 +73,7 @@ class Meter(OnTerminal):
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None),
                 TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-                _Rates(),
+                _RateColumn(),
                 TextColumn("[dim]ETA"),
                 TimeRemainingColumn(compact=True),
                 console=console,

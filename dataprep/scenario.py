@@ -41,7 +41,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Split:
+class Assignment:
     tasks: tuple[Task, ...]
     task_S: npt.NDArray[np.int32]  # the task of every sample, training and validation alike
 
@@ -56,7 +56,7 @@ def randperm(n: int, seed: int) -> npt.NDArray[np.int64]:
     return np.array(perm, np.int64)
 
 
-def split(samples: Samples, classes: tuple[str, ...], domains: tuple[str, ...], scenario: Scenario) -> Split:
+def split(samples: Samples, classes: tuple[str, ...], domains: tuple[str, ...], scenario: Scenario) -> Assignment:
     if scenario.num_tasks < 1:
         raise PrepError(f"--tasks {scenario.num_tasks}: there must be at least one task.")
     if scenario.kind == "class":
@@ -76,7 +76,7 @@ def split(samples: Samples, classes: tuple[str, ...], domains: tuple[str, ...], 
     return plan
 
 
-def _by_class(samples: Samples, classes: tuple[str, ...], scenario: Scenario) -> Split:
+def _by_class(samples: Samples, classes: tuple[str, ...], scenario: Scenario) -> Assignment:
     num_tasks, num_classes = scenario.num_tasks, len(classes)
     if num_classes % num_tasks:
         divisors = [t for t in range(1, num_classes + 1) if num_classes % t == 0]
@@ -96,10 +96,10 @@ def _by_class(samples: Samples, classes: tuple[str, ...], scenario: Scenario) ->
         )
         for t in range(num_tasks)
     )
-    return Split(tasks=tasks, task_S=task_of_class[samples.label_S])
+    return Assignment(tasks=tasks, task_S=task_of_class[samples.label_S])
 
 
-def _by_data(samples: Samples, scenario: Scenario) -> Split:
+def _by_data(samples: Samples, scenario: Scenario) -> Assignment:
     seed = REFERENCE_DATA_SEED if scenario.seed is None else scenario.seed
     task_S = np.empty(len(samples), np.int32)
     for is_val in (False, True):
@@ -119,10 +119,10 @@ def _by_data(samples: Samples, scenario: Scenario) -> Split:
         Task(name=f"part {t + 1}", classes=_classes_in(samples), domains=_domains_in(samples))
         for t in range(scenario.num_tasks)
     )
-    return Split(tasks=tasks, task_S=task_S)
+    return Assignment(tasks=tasks, task_S=task_S)
 
 
-def _by_domain(samples: Samples, domains: tuple[str, ...], scenario: Scenario) -> Split:
+def _by_domain(samples: Samples, domains: tuple[str, ...], scenario: Scenario) -> Assignment:
     if not domains:
         raise PrepError(
             "This data has no domains. Use --scenario class, data or joint, "
@@ -141,14 +141,14 @@ def _by_domain(samples: Samples, domains: tuple[str, ...], scenario: Scenario) -
     task_of_domain = np.empty(len(domains), np.int32)
     task_of_domain[order] = np.arange(len(domains))
     tasks = tuple(Task(name=domains[d], classes=_classes_in(samples, domain=d), domains=(d,)) for d in order)
-    return Split(tasks=tasks, task_S=task_of_domain[samples.domain_S])
+    return Assignment(tasks=tasks, task_S=task_of_domain[samples.domain_S])
 
 
-def _joint(samples: Samples, scenario: Scenario) -> Split:
+def _joint(samples: Samples, scenario: Scenario) -> Assignment:
     if scenario.num_tasks != 1:
         raise PrepError(f"Joint training is one task, not {scenario.num_tasks}. Leave out --tasks.")
     task = Task(name="all", classes=_classes_in(samples), domains=_domains_in(samples))
-    return Split(tasks=(task,), task_S=np.zeros(len(samples), np.int32))
+    return Assignment(tasks=(task,), task_S=np.zeros(len(samples), np.int32))
 
 
 def _classes_in(samples: Samples, domain: int | None = None) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from dataprep.manifest import (
     write_atomically,
 )
 from dataprep.samples import Samples
-from dataprep.scenario import Scenario, Split, split
+from dataprep.scenario import Assignment, Scenario, split
 from dataprep.table import Table, empty_table, load_table, samples_of, save_table
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def order_name(scenario: Scenario) -> str:
     return "reference" if scenario.seed is None else f"seed {scenario.seed}"
 
 
-def assemble(job: "BuildJob", plan: Split, journal: Journal) -> Manifest:
+def assemble(job: "BuildJob", plan: Assignment, journal: Journal) -> Manifest:
     """Writes the sample table, the keys and the first manifest of a data set whose parts are all sealed.
 
     Returns the manifest.
@@ -164,7 +164,7 @@ def _scenario_entry(scenario: Scenario) -> ScenarioEntry:
     return ScenarioEntry(kind=scenario.kind, num_tasks=scenario.num_tasks, order=order_name(scenario))
 
 
-def _task_entries(plan: Split, table: Table, samples: Samples, stored: list[str]) -> list[TaskEntry]:
+def _task_entries(plan: Assignment, table: Table, samples: Samples, stored: list[str]) -> list[TaskEntry]:
     entries: list[TaskEntry] = []
     for number, task in enumerate(plan.tasks):
         parts: dict[str, TaskSplit] = {}

@@ -19,7 +19,7 @@ from dataprep.manifest import (
     manifest_path,
     sha256_of,
 )
-from dataprep.progress import Meter
+from dataprep.progress import ImageMeter
 from dataprep.samples import Sample
 from dataprep.table import Table, load_table, rows_of_ids
 from dataprep.writers import Record, ShardDamage, formats
@@ -53,7 +53,7 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> V
         for one in (manifest, *others):
             _check_tasks(one, table, problems)
     if not quick:
-        with Meter(console, sum(shard.count for shard in manifest.shards)) as meter:
+        with ImageMeter(console, sum(shard.count for shard in manifest.shards)) as meter:
             for entry in files.values():
                 if entry.path in whole and sha256_of(file := entry.path_in(folder)) != entry.sha256:
                     problems.append(f"{file} has changed: its checksum is not the manifest's.")
@@ -123,7 +123,7 @@ def _check_shard(
     table: Table,
     folder: Path,
     num_workers: int,
-    meter: Meter,
+    meter: ImageMeter,
     problems: list[str],
 ) -> int:
     """How many images of the shard were read and decoded."""

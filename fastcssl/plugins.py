@@ -8,10 +8,10 @@ from typing import Any, Generic, TypeVar
 from dataprep.suggest import nearest
 from fastcssl.errors import UserError
 
-Part = TypeVar("Part")
+Plugin = TypeVar("Plugin")
 
 
-class Plugins(Generic[Part]):
+class Plugins(Generic[Plugin]):
     """`what` is "method": each module of `package` holds a class METHOD, and others' are entry points of `group`."""
 
     def __init__(self, what: str, package: str, group: str) -> None:
@@ -24,7 +24,7 @@ class Plugins(Generic[Part]):
     def names(self) -> tuple[str, ...]:
         return tuple(sorted({*self._own(), *(point.name for point in entry_points(group=self._group))}))
 
-    def find(self, name: str) -> type[Part]:
+    def find(self, name: str) -> type[Plugin]:
         """The class of a module here, or what an entry point names."""
         if name in self._own():
             found: Any = getattr(importlib.import_module(f"{self._package}.{name}"), self._what.upper())
@@ -39,10 +39,10 @@ class Plugins(Generic[Part]):
                 ) from error
         else:
             raise ValueError(f"There is no {self._what} {name!r}. {nearest(name, self.names())}")
-        part: type[Part] = found
+        part: type[Plugin] = found
         return part
 
-    def of(self, config: object) -> type[Part]:
+    def of(self, config: object) -> type[Plugin]:
         """The one that a configuration belongs to."""
         for known in (self._own, self.names):  # the second is slow: it reads what every package says of itself
             for name in known():
@@ -51,6 +51,6 @@ class Plugins(Generic[Part]):
                 except UserError:  # a plug-in that is not the one asked for
                     continue
                 if type(config) is found.Config:
-                    part: type[Part] = found
+                    part: type[Plugin] = found
                     return part
         raise ValueError(f"{type(config).__name__} belongs to no {self._what}. Known: {', '.join(self.names())}.")

@@ -97,7 +97,7 @@ class Shell:
             ends_well(train.main, small(words))
 
     def eval(self, words: list[str], launch: Launch | None = None) -> None:
-        options = tyro.cli(evaluation.Options, args=words)
+        options = tyro.cli(evaluation.EvalOptions, args=words)
         shape = tuple(sorted({flag for flag in words if flag.startswith("--")}))
         if not self.first("eval", shape, options.probe, options.scope) and launch is None:
             return
@@ -120,7 +120,7 @@ class Shell:
             ends_well(evaluation.main, own)
 
     def report(self, words: list[str]) -> None:
-        options = tyro.cli(report.Options, args=words)
+        options = tyro.cli(report.ReportOptions, args=words)
         if self.first("report", len(options.runs) > 1):
             for run in options.runs:
                 self.standins.run(str(run))
@@ -129,7 +129,7 @@ class Shell:
             ends_well(report.main, words)
 
     def doctor(self, words: list[str]) -> None:
-        options = tyro.cli(doctor.Options, args=words, config=(tyro.conf.FlagCreatePairsOff,))
+        options = tyro.cli(doctor.DoctorOptions, args=words, config=(tyro.conf.FlagCreatePairsOff,))
         if options.full:  # runs tests/gpu, minutes: tests/doctor/test_doctor.py
             return
         if options.data is not None:

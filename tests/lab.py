@@ -19,7 +19,7 @@ from fastcssl.learn.memory import Bank
 from fastcssl.learn.methods import BankConfig, Inputs, Method, MethodConfig, Setting
 from fastcssl.learn.nets import seeded
 from fastcssl.learn.step import Step
-from fastcssl.learn.strategies import Distilling, Strategy, Task
+from fastcssl.learn.strategies import CurrentTask, Distilling, Strategy
 
 BATCH, SIZE_PX, NUM_STEPS = 16, 12, 20
 SMALL = {"hidden": 16, "dim": 8, "predictor_hidden": 16, "bank": BankConfig(size=40)}  # 40: no multiple of the batch
@@ -104,8 +104,8 @@ class Lab:
             self.strategy.end_task(self.task(0), self.method)
             self.begin(1)
 
-    def task(self, index: int) -> Task:
-        return Task(index=index, tasks=(index,), earlier=tuple(range(index)), open=self.loader.open)
+    def task(self, index: int) -> CurrentTask:
+        return CurrentTask(index=index, tasks=(index,), earlier=tuple(range(index)), open=self.loader.open)
 
     def begin(self, index: int) -> None:
         self.strategy.begin_task(self.task(index), self.method)

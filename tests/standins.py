@@ -200,7 +200,7 @@ def has_flags(words: Sequence[str]) -> None:
     """As `configured`, of flags whose values were parsed before under other words: that these words have them."""
     three, found, flags = recipe_of(words)
     known = {flag_of(key) for key, _ in train_command.flat(found.config)}
-    known |= {flag_of(field.name) for field in dataclasses.fields(train_command.Options)} | {"--from"}
+    known |= {flag_of(field.name) for field in dataclasses.fields(train_command.TrainOptions)} | {"--from"}
     for flag in (word.partition("=")[0] for word in flags if word.startswith("--")):
         assert flag in known, f"{' '.join(three)} has no {flag}"
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dataprep.errors import PrepError
+
 VERSION = 2
 SMALLEST_PAGE = 1 << 21
 DEFAULT_PAGE = 1 << 23
@@ -42,7 +44,7 @@ ROW = np.dtype([("image", IMAGE), ("label", "<i8"), ("id", "<i8"), ("domain", "<
 ALLOCATION = np.dtype([("sample_id", "<u8"), ("ptr", "<u8"), ("size", "<u8")])
 
 
-class BetonError(RuntimeError):
+class BetonError(PrepError):
     """A .beton file could not be written or read; the message says what failed and what to do."""
 
 

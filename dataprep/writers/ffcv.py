@@ -50,10 +50,7 @@ class FfcvWriter:
 
     def write(self, path: Path, parts: list[Path], rows: list[Table], on_progress: Callable[[int], None]) -> None:
         records = TarRecords(parts, rows)
-        try:
-            self._betons.write(path, records, largest_bytes=records.largest_bytes, on_progress=on_progress)
-        except BetonError as error:
-            raise PrepError(str(error)) from error
+        self._betons.write(path, records, largest_bytes=records.largest_bytes, on_progress=on_progress)
 
     def close(self) -> None:
         self._betons.close()

@@ -266,18 +266,18 @@ class _WholeWrites(io.FileIO):
         return len(data)
 
 
-def _run_ffcv(host: _Host, job: _Job, workers: list[BaseProcess]) -> None:
+def _import_writer() -> Any:
+    """Returns FFCV's writer module, imported without compiling for seconds what only FFCV's reader needs."""
     config: Any = importlib.import_module("numba.core.config")
     jit_disabled = config.DISABLE_JIT
-    config.DISABLE_JIT = 1  # importing FFCV would compile for seconds what only its reader needs
+    config.DISABLE_JIT = 1
     writer: Any = importlib.import_module("ffcv.writer")
     config.DISABLE_JIT = jit_disabled
-    # Not from `writer`, where those of the last file stand.
-    rgb_image_field: Any = importlib.import_module("ffcv.fields").RGBImageField
-    memory_allocator: Any = importlib.import_module("ffcv.memory_allocator").MemoryAllocator
-    handlers: dict[int, Any] = writer.TYPE_ID_HANDLER
-    owner, is_whole = os.getpid(), threading.Event()
-    watch = threading.Thread(target=_watch, args=(host, job, workers, is_whole), daemon=True)
+    return writer
+
+
+def _ffcv_dataset(host: _Host, job: _Job) -> Any:
+    """Returns the job's records as the indexed dataset that FFCV's workers read."""
 
     class Dataset:
         def __getitem__(self, index: int) -> tuple[JpegRecord, int, int, int]:
@@ -291,12 +291,31 @@ def _run_ffcv(host: _Host, job: _Job, workers: list[BaseProcess]) -> None:
                 os._exit(1)
             return record, record.label, record.id, record.domain
 
+    return Dataset()
+
+
+def _jpeg_field() -> Any:
+    """Returns an FFCV field that stores a JPEG as it is; a reader takes it for FFCV's RGBImageField."""
+    # Imported from its own module: in `ffcv.writer` the replacement made for the last file stands.
+    rgb_image_field: Any = importlib.import_module("ffcv.fields").RGBImageField
+
     class JpegField(rgb_image_field):  # type: ignore[misc]
         def encode(self, destination: Any, image: JpegRecord, malloc: Any) -> None:
             destination["mode"] = beton.JPEG_MODE
             destination["width"], destination["height"] = image.width, image.height
             destination["data_ptr"], storage = malloc(len(image.jpeg))
             memoryview(storage)[:] = image.jpeg
+
+    return JpegField
+
+
+def _run_ffcv(host: _Host, job: _Job, workers: list[BaseProcess]) -> None:
+    """Writes one file, with what FFCV has no hooks for replaced in its module: this process does nothing else."""
+    writer = _import_writer()
+    memory_allocator: Any = importlib.import_module("ffcv.memory_allocator").MemoryAllocator
+    handlers: dict[int, Any] = writer.TYPE_ID_HANDLER
+    owner, is_whole = os.getpid(), threading.Event()
+    watch = threading.Thread(target=_watch, args=(host, job, workers, is_whole), daemon=True)
 
     class Allocator(memory_allocator):  # type: ignore[misc]
         def __enter__(self) -> None:
@@ -332,13 +351,12 @@ def _run_ffcv(host: _Host, job: _Job, workers: list[BaseProcess]) -> None:
         # FFCV's named memory would outlive a killed process and is scarce in containers; forks need no name.
         return SimpleNamespace(buf=mmap.mmap(-1, size), close=lambda: None, unlink=lambda: None)
 
-    # FFCV has no hooks for these; this process does nothing but write.
-    handlers[beton.RGB_TYPE_ID] = JpegField  # so a reader takes it for FFCV's RGBImageField
+    handlers[beton.RGB_TYPE_ID] = _jpeg_field()
     writer.MemoryAllocator, writer.Process, writer.tqdm = Allocator, Worker, Progress
     writer.shared_memory = SimpleNamespace(SharedMemory=shared_memory)
     columns = {name: handlers[type_id]() for name, type_id in beton.FIELDS.items()}
     output = writer.DatasetWriter(str(job.part), columns, job.page_size, host.num_workers)
-    output.from_indexed_dataset(Dataset(), indices=range(len(job.records)), chunksize=_CHUNK)
+    output.from_indexed_dataset(_ffcv_dataset(host, job), indices=range(len(job.records)), chunksize=_CHUNK)
     is_whole.set()
     watch.join()  # so that it says nothing about this file during the next
 

@@ -20,7 +20,7 @@ PROG = "fastcssl-doctor"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DoctorOptions:
     """Looks at machine, build, packages and cards, and runs the operators against plain torch.
 
     On a GPU it also times them against eager torch, torch.compile and flash attention, and looks for races where
@@ -35,9 +35,10 @@ class Options:
 def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if help.is_asked(words):
-        Console().print(help.page(Options, f"{PROG} [--data DIR] [--full] [--json]", [f"{PROG} --data /data/in100"]))
+        usage = f"{PROG} [--data DIR] [--full] [--json]"
+        Console().print(help.page(DoctorOptions, usage, [f"{PROG} --data /data/in100"]))
         return ExitCode.OK
-    options = tyro.cli(Options, args=words, prog=PROG, config=(tyro.conf.FlagCreatePairsOff,))
+    options = tyro.cli(DoctorOptions, args=words, prog=PROG, config=(tyro.conf.FlagCreatePairsOff,))
     console = Console(width=None if sys.stdout.isatty() else 110)
     with Console(stderr=True).status("") as status:
         import torch

@@ -25,7 +25,7 @@ _FILES, _PROCESS = "of encoder files that do not say", "this process"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class EvalOptions:
     """Probes the encoders of runs, all checkpoints side by side, and leaves RUN/evaluations/*.json.
 
     What was evaluated before is shown, not computed again. Several values of a setting are a grid.
@@ -102,16 +102,16 @@ def main(args: list[str] | None = None) -> int:
 
 def _run(words: list[str], console: Console) -> int:
     if help.is_asked(words):
-        console.print(help.page(Options, f"{PROG} RUN [RUN...] [FLAGS]", _EXAMPLES))
+        console.print(help.page(EvalOptions, f"{PROG} RUN [RUN...] [FLAGS]", _EXAMPLES))
         return ExitCode.OK
-    options = tyro.cli(Options, prog=PROG, args=words, console_outputs=not console.quiet)
+    options = tyro.cli(EvalOptions, prog=PROG, args=words, console_outputs=not console.quiet)
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")
     with explained():
         return _evaluate(options, words, console)
 
 
-def _evaluate(options: Options, words: list[str], console: Console) -> int:
+def _evaluate(options: EvalOptions, words: list[str], console: Console) -> int:
     from fastcssl.api import PATIENCE_S, evaluate_runs
     from fastcssl.distributed.world import connected
     from fastcssl.evaluate import downstream

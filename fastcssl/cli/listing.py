@@ -21,10 +21,10 @@ from fastcssl.cli.flag_names import source_of
 from fastcssl.config.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, Recipe, flat
 
 PROG = "fastcssl-train"
-Kind = Literal["methods", "strategies"]
+PluginKind = Literal["methods", "strategies"]
 
 
-def catalogue(kind: Kind) -> dict[str, str]:
+def catalogue(kind: PluginKind) -> dict[str, str]:
     """Names of all methods or strategies, plug-ins included, each with the first line of its module's docstring."""
     package = f"fastcssl.learn.{kind}"
     modules = {info.name: f"{package}.{info.name}" for info in pkgutil.iter_modules([str(source_of(package).parent)])}

@@ -17,7 +17,7 @@ PROG = "fastcssl-report"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ReportOptions:
     """Draws runs: accuracies after each task, A, S and P beside the published values, training, speed, configuration.
 
     A run is a folder of fastcssl-train, or a folder of several seeds. What fastcssl-eval has found is read from it; a
@@ -36,9 +36,9 @@ def main(args: list[str] | None = None) -> int:
 
 def _run(words: list[str], console: Console) -> int:
     if help.is_asked(words):
-        console.print(help.page(Options, f"{PROG} RUN [RUN...] [--out DIR]", [f"{PROG} runs/pnr runs/cassle"]))
+        console.print(help.page(ReportOptions, f"{PROG} RUN [RUN...] [--out DIR]", [f"{PROG} runs/pnr runs/cassle"]))
         return ExitCode.OK
-    options = tyro.cli(Options, prog=PROG, args=words)
+    options = tyro.cli(ReportOptions, prog=PROG, args=words)
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")
     # Here, as drawing takes a second to load and --help need not wait for it.

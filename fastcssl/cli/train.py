@@ -30,7 +30,7 @@ _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class TrainOptions:
     """What a command is told that is no part of a configuration."""
 
     data: Path | None = None
@@ -117,7 +117,7 @@ def _missing(words: Sequence[str]) -> str:
 # ---- Flags -----------------------------------------------------------------------------------------------------------
 
 
-def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool = True) -> tuple[Options, Recipe]:
+def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool = True) -> tuple[TrainOptions, Recipe]:
     """The recipe with what the flags change. Exits, by tyro, where a flag is not understood."""
     from fastcssl.config.config import Config
     from fastcssl.learn import methods, strategies
@@ -130,7 +130,7 @@ def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool
             kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
         if field.name != "recipe":
             fields.append((field.name, kind, dataclasses.field(default=value)))
-    known = dataclasses.make_dataclass("Flags", fields, bases=(Options,), frozen=True, kw_only=True)
+    known = dataclasses.make_dataclass("Flags", fields, bases=(TrainOptions,), frozen=True, kw_only=True)
     try:
         given: Any = tyro.cli(
             known,
@@ -142,8 +142,8 @@ def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool
         strategies.strategy_of(config.strategy).check(config.strategy, methods.method_of(config.method))
     except ValueError as error:
         raise UserError(str(error)) from None
-    options = {field.name: getattr(given, field.name) for field in dataclasses.fields(Options)}
-    return Options(**options), found.changed_to(config)
+    options = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainOptions)}
+    return TrainOptions(**options), found.changed_to(config)
 
 
 def _switched(args: Sequence[str], found: Recipe) -> Iterator[str]:
@@ -169,7 +169,7 @@ def _switched(args: Sequence[str], found: Recipe) -> Iterator[str]:
         arg = following
 
 
-def _seeds(options: Options, args: Sequence[str]) -> tuple[int, ...]:
+def _seeds(options: TrainOptions, args: Sequence[str]) -> tuple[int, ...]:
     """() unless --seeds is given."""
     if options.seeds is None:
         return ()
@@ -207,7 +207,9 @@ def _status(args: list[str], console: Console) -> int:
     return ExitCode.OK
 
 
-def _with_options(words: Sequence[str], options: Options, found: Recipe, args: Sequence[str], console: Console) -> int:
+def _with_options(
+    words: Sequence[str], options: TrainOptions, found: Recipe, args: Sequence[str], console: Console
+) -> int:
     seeds = _seeds(options, args)
     out = options.out or _default_out(words, None if seeds else found.config.seed)
     if options.data is None:
@@ -221,7 +223,9 @@ def _with_options(words: Sequence[str], options: Options, found: Recipe, args: S
         return _train(options, found, seeds, out, options.data, console)
 
 
-def _train(options: Options, found: Recipe, seeds: tuple[int, ...], out: Path, data: Path, console: Console) -> int:
+def _train(
+    options: TrainOptions, found: Recipe, seeds: tuple[int, ...], out: Path, data: Path, console: Console
+) -> int:
     from fastcssl.api import forecast_run, train_run, train_seeds
     from fastcssl.distributed.world import connected
 

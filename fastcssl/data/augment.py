@@ -16,7 +16,7 @@ from torch import Tensor
 from fastcssl import ops
 from fastcssl.data.draws import Column as Column
 
-Implementation = Literal["auto", "fused", "torch"]
+Photometry = Literal["auto", "fused", "torch"]
 
 # The value of each column that leaves the image alone.
 NEUTRAL = (0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 256.0)
@@ -32,7 +32,7 @@ def photometric(
     mean: Sequence[float],
     std: Sequence[float],
     dtype: torch.dtype = torch.float32,
-    impl: Implementation = "auto",
+    impl: Photometry = "auto",
 ) -> Tensor:
     """[N, 3, H, W] in channels-last memory, on the device of the crops. `auto` is fused where that was compiled."""
     if impl not in ("auto", "fused", "torch"):

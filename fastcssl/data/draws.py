@@ -159,7 +159,7 @@ def _exp(x: Float64) -> Float64:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Plan:
+class _PolicyArrays:
     """A policy as arrays, so that all its views are drawn at once. A range is (low, span)."""
 
     step_DV1: Uint64  # from a sample's stream to its draws
@@ -175,7 +175,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=64)
-def _plan(policy: Policy) -> _Plan:
+def _plan(policy: Policy) -> _PolicyArrays:
     if not policy:
         raise ValueError("A policy needs at least one view.")
     V = len(policy)
@@ -191,7 +191,7 @@ def _plan(policy: Policy) -> _Plan:
     for r, v in enumerate(random_R):
         range_22R[:, :, r] = policy[v].scale, [float(Decimal(x).ln(exact)) for x in policy[v].ratio]
     low_6V1, high_6V1 = (np.array(x).T[:, :, None] for x in (low_6V, high_6V))
-    return _Plan(
+    return _PolicyArrays(
         step_DV1=_steps(*(v * DRAWS_PER_VIEW + d for d in Draw for v in range(V))).reshape(len(Draw), V, 1),
         p_5V1=np.array(p_5V).T[:, :, None],
         low_6V1=low_6V1,
@@ -246,7 +246,7 @@ def _sides(name: str, side_N: Integers | int, id_N: Integers) -> Float64:
 _NEUTRAL_411 = np.array([1.0, 1.0, 1.0, 0.0])[:, None, None]  # brightness, contrast, saturation, hue
 
 
-def _columns(plan: _Plan, u_DVN: Float64) -> Float32:
+def _columns(plan: _PolicyArrays, u_DVN: Float64) -> Float32:
     flip, jitter, gray, blur, solarize = u_DVN[: Draw.SOLARIZE + 1] < plan.p_5V1
     amount_6VN = u_DVN[Draw.BRIGHTNESS : Draw.ORDER + 1] * plan.span_6V1 + plan.low_6V1
     factor_4VN, sigma, order = amount_6VN[:4], amount_6VN[4], amount_6VN[5]
@@ -265,7 +265,9 @@ def _columns(plan: _Plan, u_DVN: Float64) -> Float32:
 _AGAIN_STEP_2T1 = _steps(*range(Draw.AREA + 2, Draw.AREA + 2 * NUM_TRIES)).reshape(-1, 2).T[:, :, None].copy()
 
 
-def _random_boxes(plan: _Plan, u_DVN: Float64, stream_N: Uint64, width_N: Float64, height_N: Float64) -> Float32:
+def _random_boxes(
+    plan: _PolicyArrays, u_DVN: Float64, stream_N: Uint64, width_N: Float64, height_N: Float64
+) -> Float32:
     """RandomResizedCrop's: the first of ten tries that fits, else the middle of the image."""
     R, N = len(plan.random_R), len(stream_N)
     top_M, left_M, area_M, ratio_M = u_DVN[Draw.TOP : Draw.RATIO + 1, plan.random_R].reshape(4, -1)

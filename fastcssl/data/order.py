@@ -18,7 +18,7 @@ from fastcssl.data.views import Policy
 from fastcssl.distributed.world import World
 
 Last = Literal["drop", "pad"]
-Rows = npt.NDArray[np.int64]
+RowNumbers = npt.NDArray[np.int64]
 
 
 def local_size(batch_size: int, world: World) -> int:
@@ -37,7 +37,7 @@ class EpochPlan:
     def __init__(
         self,
         data: Prepared,
-        rows: Rows,
+        rows: RowNumbers,
         *,
         policy: Policy,
         batch_size: int,
@@ -71,7 +71,7 @@ class EpochPlan:
             raise IndexError(number)
         return self._batch(number)
 
-    def _ordered(self, visit: int) -> Rows:
+    def _ordered(self, visit: int) -> RowNumbers:
         if self._order == "sequential":
             return self._rows
         id_S = self._data.table["id"][self._rows]
@@ -96,7 +96,7 @@ class EpochPlan:
             columns_VNC=drawn.columns_VNC,
         )
 
-    def draw(self, row_N: Rows, visit_N: Rows) -> Drawn:
+    def draw(self, row_N: RowNumbers, visit_N: RowNumbers) -> Drawn:
         table = self._data.table
         return draw_views(
             self._policy,

@@ -37,7 +37,7 @@ _UNDERWAY = ".underway"
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _ProbeSlot:
     """One table to be: a target under one setting."""
 
     target: Target
@@ -73,14 +73,14 @@ class SideBySide:
 
     # ---- What is to be done ------------------------------------------------------------------------------------------
 
-    def _slots_of(self, target: Target) -> list[_Slot]:
+    def _slots_of(self, target: Target) -> list[_ProbeSlot]:
         found = []
         for settings in self._settings(target):
             noted = asdict(settings) | self._circumstances()
             name = results.result_name(self._probe, self._plan.scope, noted, self._sha256)
             path = RunFolder(target.folder).evaluations / f"{name}.json"
             known = results.load_evaluation(path) if path.is_file() else None
-            slot = _Slot(target, settings, noted, path, known)
+            slot = _ProbeSlot(target, settings, noted, path, known)
             if known is not None and not self._request.again:
                 for row, encoder in enumerate(known.checkpoints):
                     slot.rows[encoder.sha256] = (
@@ -124,9 +124,9 @@ class SideBySide:
             noted |= {"share": scopes.SHARES[self._plan.scope], "subset_seed": scopes.SUBSET_SEED}
         return noted
 
-    def _needs(self) -> list[tuple[str, Callable[[], nn.Module], list[_Slot]]]:
+    def _needs(self) -> list[tuple[str, Callable[[], nn.Module], list[_ProbeSlot]]]:
         """Encoders by what tells them apart, each with the slots that lack it."""
-        found: dict[str, tuple[Callable[[], nn.Module], list[_Slot]]] = {}
+        found: dict[str, tuple[Callable[[], nn.Module], list[_ProbeSlot]]] = {}
         for slot in self._slots:
             for checkpoint in slot.target.checkpoints:
                 if checkpoint.noted.sha256 not in slot.rows:
@@ -136,7 +136,7 @@ class SideBySide:
                 found.setdefault(key, (slot.target.random_encoder, []))[1].append(slot)
         return [(key, build, slots) for key, (build, slots) in found.items()]
 
-    def _wants_random(self, slot: _Slot) -> bool:
+    def _wants_random(self, slot: _ProbeSlot) -> bool:
         """Returns whether metrics that need a random encoder can be known."""
         return (
             self._request.random_encoder
@@ -159,7 +159,7 @@ class SideBySide:
             self._compute(needs, stop)
         return self._outcomes(bool(needs), time.perf_counter() - began)
 
-    def _compute(self, needs: Sequence[tuple[str, Callable[[], nn.Module], list[_Slot]]], stop: Stop) -> None:
+    def _compute(self, needs: Sequence[tuple[str, Callable[[], nn.Module], list[_ProbeSlot]]], stop: Stop) -> None:
         machine = self._machine
         distinct = [list(dict.fromkeys(slot.settings for slot in slots)) for _, _, slots in needs]
         contenders: list[ProbedEncoder[Any]] = []
@@ -237,7 +237,7 @@ class SideBySide:
         if only not in (None, size_px):
             raise UserError(f"The encoder takes images of {only} px alone, not of {size_px}. Give --size-px {only}.")
 
-    def _fill(self, slot: _Slot, key: str, hits: Hits) -> None:
+    def _fill(self, slot: _ProbeSlot, key: str, hits: Hits) -> None:
         top1, top5 = ([n / m for n, m in zip(row, self._num_val, strict=True)] for row in (hits.top1, hits.top5))
         if key.startswith("random "):
             slot.random = top1
@@ -259,7 +259,7 @@ class SideBySide:
             found.append(Evaluated(target=slot.target, path=slot.path, evaluation=kept, was_there=was_there))
         return found
 
-    def _evaluation(self, slot: _Slot, seconds: float) -> Evaluation:
+    def _evaluation(self, slot: _ProbeSlot, seconds: float) -> Evaluation:
         manifest, target = self._data.manifest, slot.target
         rows = [slot.rows[checkpoint.noted.sha256] for checkpoint in target.checkpoints]
         top1, seen = [row[0] for row in rows], self._seen(target)
@@ -293,7 +293,7 @@ class SideBySide:
             made_by=MadeBy(command=self._machine.command, version=fastcssl.__version__, commit=commit()),
         )
 
-    def _ft(self, slot: _Slot) -> list[float | None] | None:
+    def _ft(self, slot: _ProbeSlot) -> list[float | None] | None:
         """Returns FT_i from the references' tables under the same settings; what an earlier evaluation knew stays."""
         before = slot.known.reference.ft if slot.known is not None and not self._request.again else None
         found: list[float | None] = list(before) if before else [None] * len(self._plan.columns)

@@ -17,7 +17,7 @@ AtTaskStart = Literal["keep", "reset", "prefill"]
 Initial = Literal["empty", "random"]
 
 
-class _Copy:
+class _NetworkCopy:
     """A network beside the one that is trained. No gradient reaches it."""
 
     def __init__(self, source: nn.Module) -> None:
@@ -38,7 +38,7 @@ class _Copy:
         self.module.load_state_dict(state)
 
 
-class EmaCopy(_Copy):
+class EmaCopy(_NetworkCopy):
     """A copy whose parameters follow slowly. Its BatchNorm statistics are its own: it runs in train mode."""
 
     def __init__(self, source: nn.Module) -> None:
@@ -51,7 +51,7 @@ class EmaCopy(_Copy):
         torch._foreach_lerp_(list(self.module.parameters()), list(source.parameters()), 1 - tau)
 
 
-class FrozenCopy(_Copy):
+class FrozenCopy(_NetworkCopy):
     """The network as the previous task left it. Nothing moves it, BatchNorm's running statistics included.
 
     `batch_statistics`: normalise by each batch's own statistics, as CaSSLe's frozen network does.
@@ -121,7 +121,7 @@ class Bank:
             mine.copy_(state[saved])
 
 
-Copy = EmaCopy | FrozenCopy | Bank
+Memory = EmaCopy | FrozenCopy | Bank
 
 
 def fill(banks: list[Bank], embed: Callable[[Tensor], Tensor], batches: Any, gather: Callable[[Tensor], Tensor]) -> int:

@@ -21,7 +21,7 @@ from dataprep.suggest import nearest
 from fastcssl.errors import UserError
 
 OptimizerName = Literal["lars", "sgd", "adamw"]
-Implementation = Literal["foreach", "apex"]
+OptimizerBackend = Literal["foreach", "apex"]
 Schedule = Literal["warmup-cosine", "cosine", "constant"]
 ScheduleUnit = Literal["epoch", "step"]
 
@@ -39,7 +39,7 @@ class OptimConfig:
     eta: float = 0.02  # of lars
     clip: bool = True  # of lars: it slows a tensor down but never speeds it up
     exclude_bias_and_norm: bool = True  # 1-D tensors get neither LARS's scaling nor weight decay
-    implementation: Implementation = "foreach"  # apex: its FusedSGD, for sgd
+    implementation: OptimizerBackend = "foreach"  # apex: its FusedSGD, for sgd
     schedule: Schedule = "warmup-cosine"
     warmup_epochs: int = 10  # of each task
     warmup_start_lr: float = 0.003  # not scaled with the batch, nor is min_lr
@@ -49,7 +49,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         for what, word, known in (
             ("name", self.name, get_args(OptimizerName)),
-            ("implementation", self.implementation, get_args(Implementation)),
+            ("implementation", self.implementation, get_args(OptimizerBackend)),
             ("schedule", self.schedule, get_args(Schedule)),
             ("schedule_unit", self.schedule_unit, get_args(ScheduleUnit)),
         ):

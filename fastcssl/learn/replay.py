@@ -21,12 +21,12 @@ from fastcssl.data.draws import Reserved, uniform
 from fastcssl.data.loader import Batch
 from fastcssl.data.prepared import Selection
 from fastcssl.learn.methods import Inputs
-from fastcssl.learn.strategies import Task
+from fastcssl.learn.strategies import CurrentTask
 
 Ids = npt.NDArray[np.int64]
 
 
-def choice(task: Task, tasks: tuple[int, ...], budget: int, seed: int) -> Ids:
+def choice(task: CurrentTask, tasks: tuple[int, ...], budget: int, seed: int) -> Ids:
     """Returns the ids that are kept of these tasks, sorted."""
     id_S = task.open(Selection(tasks=tasks, order="endless")).ids
     draw_S = uniform(seed, 0, id_S, np.zeros(len(id_S), np.int64), Reserved.CHOICE_VIEW, 0)
@@ -46,11 +46,11 @@ class Replay:
         self.id_B = torch.zeros(0, dtype=torch.int64)  # sorted
         self.batch = 0  # the one that the next row comes from
         self._row = 0  # of that batch, the next one
-        self._task: Task | None = None
+        self._task: CurrentTask | None = None
         self._batches: Iterator[Batch] | None = None
         self._held: Batch | None = None
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: CurrentTask) -> None:
         """Starts anew. The stream opens when it is first asked for: a checkpoint's position may come before."""
         self.close()
         self._task, self.batch, self._row = task, 0, 0

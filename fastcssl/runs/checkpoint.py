@@ -22,7 +22,7 @@ from torch import Tensor
 from dataprep.manifest import sync_folder
 from fastcssl.errors import UserError
 
-State = dict[str, Any]  # dicts, lists and tuples of tensors, numbers, strings, booleans and None
+SavedState = dict[str, Any]  # dicts, lists and tuples of tensors, numbers, strings, booleans and None
 
 _FORMAT_VERSION = 1
 _MARK = b"fastcssl"
@@ -47,10 +47,10 @@ class TornError(CheckpointError):
     """A file that is not whole: cut off, altered or unreadable. An older one may serve."""
 
 
-def snapshot(state: State) -> State:
+def snapshot(state: SavedState) -> SavedState:
     """A copy in host memory. The training may change its tensors as soon as this returns."""
     devices: set[torch.device] = set()
-    copied = cast(State, _copied(state, "", devices))
+    copied = cast(SavedState, _copied(state, "", devices))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return copied
@@ -107,15 +107,15 @@ class Checkpoints:
         self._error: CheckpointError | None = None
         self._last_is_whole = True
 
-    def save(self, step: int, state: State, *, wait: bool = False) -> float:
+    def save(self, step: int, state: SavedState, *, wait: bool = False) -> float:
         """A rolling checkpoint. Returns the seconds that training stood still."""
         return self._save(self.folder / f"step-{step:08d}.pt", step, state, wait=wait)
 
-    def task_end(self, task: int, step: int, state: State) -> float:
+    def task_end(self, task: int, step: int, state: SavedState) -> float:
         """One that stays for good."""
         return self._save(self.folder / f"task-{task}.pt", step, state, wait=True)
 
-    def failed(self, step: int, state: State) -> Path:
+    def failed(self, step: int, state: SavedState) -> Path:
         """A state to look into, such as after a loss that is not finite; `latest` never takes it."""
         path = self.folder / f"failed-step-{step:08d}.pt"
         self._save(path, step, state, wait=True)
@@ -134,7 +134,7 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _save(self, path: Path, step: int, state: State, *, wait: bool) -> float:
+    def _save(self, path: Path, step: int, state: SavedState, *, wait: bool) -> float:
         began = time.perf_counter()
         self.wait()
         # Not a daemon: a run that ends in the middle of a write still finishes it.
@@ -146,7 +146,7 @@ class Checkpoints:
                 raise error
         return time.perf_counter() - began
 
-    def _write(self, path: Path, step: int, state: State) -> None:
+    def _write(self, path: Path, step: int, state: SavedState) -> None:
         self._last_is_whole = False
         try:
             self._delete_stale()
@@ -170,7 +170,7 @@ class Checkpoints:
         for path in past[: -self._keep]:
             path.unlink(missing_ok=True)
 
-    def _explained(self, error: Exception, path: Path, state: State) -> str:
+    def _explained(self, error: Exception, path: Path, state: SavedState) -> str:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         if self._last_is_whole:
             return f"{path} is written, but an older file could not be deleted: {reason}. Look at {self.folder}."
@@ -186,7 +186,7 @@ class Checkpoints:
         )
 
 
-class _Sink:
+class _DigestingFile:
     """The file that torch writes to, digested on the way.
 
     torch reports an exception from here as a wrong position in its archive. So the first one is kept, the rest of the
@@ -221,12 +221,12 @@ class _Sink:
         os.fsync(self._file.fileno())
 
 
-def _write_file(path: Path, step: int, state: State) -> None:
+def _write_file(path: Path, step: int, state: SavedState) -> None:
     """Under its name there is never anything but a whole file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            sink = _Sink(file)
+            sink = _DigestingFile(file)
             torch.save(state, cast(IO[bytes], sink))
             sink.finish(step)
         os.replace(partial, path)
@@ -240,7 +240,7 @@ def _write_file(path: Path, step: int, state: State) -> None:
 class Found:
     path: Path
     step: int
-    state: State
+    state: SavedState
     warnings: tuple[str, ...]  # sentences about newer files that are not whole
 
 
@@ -305,7 +305,7 @@ def _footer(path: Path, *, verify: bool = False) -> _Footer:
     return _Footer(path=path, task=int(task[1]) if task else -1, version=version, step=step)
 
 
-def load(path: Path | str) -> State:
+def load(path: Path | str) -> SavedState:
     """Read, not mapped: an optimiser keeps the tensors it is given, and retention deletes the file under them."""
     path = Path(path)
     footer = _footer(path, verify=True)
@@ -315,7 +315,7 @@ def load(path: Path | str) -> State:
             "Resume with the fastcssl that wrote it."
         )
     try:
-        return cast(State, torch.load(path, map_location="cpu", weights_only=True))
+        return cast(SavedState, torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         raise CheckpointError(
             f"{path} holds something other than tensors, numbers and text, which is never unpickled "

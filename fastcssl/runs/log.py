@@ -86,7 +86,7 @@ class TaskReport:
     stages: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-Report = StepReport | EpochReport | ProbeReport | TaskReport
+LogReport = StepReport | EpochReport | ProbeReport | TaskReport
 SomeReport = TypeVar("SomeReport", StepReport, EpochReport, ProbeReport, TaskReport)
 
 
@@ -110,7 +110,7 @@ class RunLog:
         self._path = RunFolder(folder).metrics
         self._resume_step = resume_step
         self._repeatable: set[tuple[Any, ...]] = set()
-        self._sinks: list[_Sink] = []
+        self._sinks: list[_Tracker] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if tensorboard:
@@ -141,7 +141,7 @@ class RunLog:
         if bytes(kept) != content:
             write_atomically(self._path, bytes(kept))
 
-    def write(self, report: Report) -> None:
+    def write(self, report: LogReport) -> None:
         self._write({"kind": report.kind, **{entry.name: getattr(report, entry.name) for entry in fields(report)}})
 
     def event(self, what: str, *, step: int, **details: Any) -> None:
@@ -263,7 +263,7 @@ def _scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", float(value)
 
 
-class _Sink(Protocol):
+class _Tracker(Protocol):
     def write(self, scalars: dict[str, float], step: int) -> None: ...
     def close(self) -> None: ...
 

@@ -24,7 +24,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_SPARKS = 32
 _RESUME = "run the same command to resume"
 
-State = Literal["running", "stopped", "finished", "failed"]
+RunState = Literal["running", "stopped", "finished", "failed"]
 
 
 def _birth(pid: int) -> str | None:
@@ -38,7 +38,7 @@ def _birth(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    state: State
+    state: RunState
     title: str
     task: int  # counted from 0, like the epoch
     num_tasks: int

@@ -26,7 +26,7 @@ from fastcssl.learn.memory import fill
 from fastcssl.learn.methods import Setting
 from fastcssl.learn.nets import build_encoder
 from fastcssl.learn.precision import amp_dtype, strides_over_a_pixel
-from fastcssl.learn.strategies import Task
+from fastcssl.learn.strategies import CurrentTask
 from fastcssl.runs.bottleneck import Machine
 
 if TYPE_CHECKING:  # a meter needs a run to report positions
@@ -77,9 +77,9 @@ class Run:
         )
         self.loader = Loader(self.data, self.loader_config, self.world)
 
-    def task(self, index: int) -> Task:
+    def task(self, index: int) -> CurrentTask:
         earlier = tuple(number for tasks in self.tasks[:index] for number in tasks)
-        return Task(index=index, tasks=self.tasks[index], earlier=earlier, open=self.loader.open)
+        return CurrentTask(index=index, tasks=self.tasks[index], earlier=earlier, open=self.loader.open)
 
     def task_name(self, index: int) -> str:
         names = [self.data.manifest.tasks[number].name for number in self.tasks[index]]
@@ -145,7 +145,7 @@ class Run:
         }
         save_encoder(path, self.encoder, config.encoder, metadata)
 
-    def renew_banks(self, task: Task) -> None:
+    def renew_banks(self, task: CurrentTask) -> None:
         """Keeps, drops or replaces what the banks hold of the last task, at the start of the next.
 
         With prefill both models' banks are filled from the network as the last task left it, which both models then

@@ -17,7 +17,7 @@ from fastcssl.runs.bottleneck import verdict
 from fastcssl.runs.display import Display, RunHeader, TaskPlan
 from fastcssl.runs.layout import RunFolder
 from fastcssl.runs.log import EpochReport, ProbeReport, RunLog, StepReport, TaskReport, read_reports
-from fastcssl.runs.status import State, Status, write_status
+from fastcssl.runs.status import RunState, Status, write_status
 from fastcssl.train.build import Run
 from fastcssl.train.state import Position
 
@@ -128,7 +128,7 @@ class Reporter:
             self._display.finish(tasks, where, found.sentence if found else "")
         self.log.event("finished", step=step)
 
-    def write_status(self, state: State, message: str = "") -> None:
+    def write_status(self, state: RunState, message: str = "") -> None:
         if not self._leads:
             return
         self._last_status = time.monotonic()

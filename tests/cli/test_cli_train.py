@@ -224,7 +224,7 @@ def test_flags_change_values(args: tuple[str, ...], values: dict[str, Any]) -> N
 def test_options_are_no_part_of_the_configuration() -> None:
     args = ["--data", "d", "--out", "o", "--resume", "never", "--from", "r@1", "--seeds", "1,2", "--dry-run"]
     options, after = command.parsed(DEMO, recipe(*DEMO), args)
-    assert options == command.Options(
+    assert options == command.TrainOptions(
         data=Path("d"), out=Path("o"), resume="never", start_from="r@1", seeds="1,2", dry_run=True
     )
     assert after.config == recipe(*DEMO).config

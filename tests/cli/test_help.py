@@ -12,12 +12,12 @@ from fastcssl.cli import eval as evaluate
 Main = Callable[[list[str]], int]
 PAGES = [
     (prep.main, ["build"], prep.Build),
-    (prep.main, ["split"], prep.Split),
+    (prep.main, ["split"], prep.Resplit),
     (prep.main, ["verify"], prep.Verify),
     (prep.main, ["inspect"], prep.Inspect),
-    (evaluate.main, [], evaluate.Options),
-    (report.main, [], report.Options),
-    (doctor.main, [], doctor.Options),
+    (evaluate.main, [], evaluate.EvalOptions),
+    (report.main, [], report.ReportOptions),
+    (doctor.main, [], doctor.DoctorOptions),
 ]
 
 

@@ -102,7 +102,7 @@ SINGLE: dict[str, tuple[dict[str, float], Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.parametrize("impl", ["torch", "fused"])
-def test_each_operation_is_torchvisions(name: str, impl: augment.Implementation) -> None:
+def test_each_operation_is_torchvisions(name: str, impl: augment.Photometry) -> None:
     values, reference = SINGLE[name]
     pixels = crops(2, 40, 37)
     pixels[1, :, :, 0] = torch.arange(37) * 6  # some order among the noise, and greys
@@ -283,7 +283,7 @@ def test_compiles_in_one_graph() -> None:
 
 
 @pytest.mark.parametrize("impl", ["torch", "fused"])
-def test_faults_are_named(impl: augment.Implementation) -> None:
+def test_faults_are_named(impl: augment.Photometry) -> None:
     good, table = crops(2, 4, 5), columns(2)
     faults = [
         ((good[0], table), {}, r"crops must be .*\[4, 5, 3\]"),

@@ -21,7 +21,7 @@ from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
 from fastcssl.learn.methods import Inputs
 from fastcssl.learn.replay import Replay, choice
-from fastcssl.learn.strategies import Task, find
+from fastcssl.learn.strategies import CurrentTask, find
 from fastcssl.runs import checkpoint
 from fastcssl.train.build import Run
 from fastcssl.train.watch import Decision, Watch
@@ -40,8 +40,8 @@ def loader(four_tasks: Path) -> Any:
         yield made
 
 
-def _task(loader: Loader, index: int) -> Task:
-    return Task(index=index, tasks=(index,), earlier=tuple(range(index)), open=loader.open)
+def _task(loader: Loader, index: int) -> CurrentTask:
+    return CurrentTask(index=index, tasks=(index,), earlier=tuple(range(index)), open=loader.open)
 
 
 def _replay(loader: Loader, index: int, budget: int = 9) -> Replay:
@@ -199,7 +199,7 @@ def test_ders_memory_keeps_what_was_stored_when_a_task_ended(
     der, kept = find("der"), []
     end_task = der.end_task
 
-    def look(self: Any, task: Task, method: Any) -> None:
+    def look(self: Any, task: CurrentTask, method: Any) -> None:
         end_task(self, task, method)
         kept.append({int(i): z.clone() for i, z in zip(self.replay.id_B, self.replay.z_BD, strict=True)})
 

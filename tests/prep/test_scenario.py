@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dataprep.errors import PrepError
 from dataprep.samples import NO_DOMAIN, Samples
-from dataprep.scenario import DOMAINNET_ORDER, Scenario, Split, randperm, split
+from dataprep.scenario import DOMAINNET_ORDER, Assignment, Scenario, randperm, split
 
 # The reference's class order, CIFAR-100 and ImageNet-100 alike: seed 5, five tasks.
 REFERENCE_100 = """
@@ -27,7 +27,9 @@ def make(labels: list[int], domains: list[int] | None = None, is_val: list[bool]
     return Samples.collect(rows)
 
 
-def do(samples: Samples, kind: str, tasks: int, seed: int | None = None, classes: int = 0, domains: int = 0) -> Split:
+def do(
+    samples: Samples, kind: str, tasks: int, seed: int | None = None, classes: int = 0, domains: int = 0
+) -> Assignment:
     names = tuple(f"c{i}" for i in range(classes or int(samples.label_S.max()) + 1))
     scenario = Scenario(kind=kind, num_tasks=tasks, seed=seed)  # type: ignore[arg-type]
     return split(samples, names, tuple(f"d{i}" for i in range(domains)), scenario)

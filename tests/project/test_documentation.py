@@ -117,9 +117,9 @@ def test_wrong_flags_of_training_are_seen(shell: Shell) -> None:
 def known_flags() -> set[str]:
     """Of all commands, of torchrun, of the benchmarks, and of what the job's script asks of the scheduler."""
     found = {"--help", "--list", "--settings", "--from"}
-    for options in (dataprep.cli.Build, dataprep.cli.Split, dataprep.cli.Verify, dataprep.cli.Inspect):
+    for options in (dataprep.cli.Build, dataprep.cli.Resplit, dataprep.cli.Verify, dataprep.cli.Inspect):
         found |= {flag_of(field.name) for field in dataclasses.fields(options)}
-    for options in (train.Options, evaluation.Options, report.Options, doctor.Options):
+    for options in (train.TrainOptions, evaluation.EvalOptions, report.ReportOptions, doctor.DoctorOptions):
         found |= {flag_of(field.name) for field in dataclasses.fields(options)}
     for method in methods.names():
         for strategy in strategies.names():

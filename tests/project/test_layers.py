@@ -67,3 +67,19 @@ def test_imports_point_down(path: Path) -> None:
 
 def test_few_modules_at_the_top() -> None:
     assert len(list((ROOT / "fastcssl").glob("*.py"))) <= 6
+
+
+def test_a_type_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                name = node.name.lstrip("_")
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id.lstrip("_")
+                if name.isupper() or not name[:1].isupper():
+                    continue  # a constant or a value, not a type
+            else:
+                continue
+            homes.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    assert not {name: paths for name, paths in homes.items() if len(paths) > 1}

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from fastcssl.runs import checkpoint
-from fastcssl.runs.checkpoint import CheckpointError, Checkpoints, State, TornError, latest, load
+from fastcssl.runs.checkpoint import CheckpointError, Checkpoints, SavedState, TornError, latest, load
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def state_of(step: int, num_floats: int = 1000) -> State:
+def state_of(step: int, num_floats: int = 1000) -> SavedState:
     return {"step": step, "weights": torch.full((num_floats,), float(step))}
 
 
@@ -55,7 +55,7 @@ def file_limit() -> Iterator[Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def train(state: State | None, until: int) -> State:
+def train(state: SavedState | None, until: int) -> SavedState:
     """All that a resumed run has to carry on: momentum, and a generator in use. Bits do not depend on threads."""
     if state is None:
         torch.manual_seed(1)
@@ -69,7 +69,7 @@ def train(state: State | None, until: int) -> State:
 
 def killed_in_a_write(folder: str) -> None:
     """What the child of the next test runs: checkpoints at steps 3 and 6; it gets stuck inside the second."""
-    write, written = checkpoint._Sink.write, []
+    write, written = checkpoint._DigestingFile.write, []
 
     def write_half(self: Any, data: bytes) -> int:
         written.append(len(data))
@@ -83,7 +83,7 @@ def killed_in_a_write(folder: str) -> None:
     state = train(None, 3)
     checkpoints.save(3, state, wait=True)
     state = train(state, 6)
-    checkpoint._Sink.write = write_half  # type: ignore[method-assign]
+    checkpoint._DigestingFile.write = write_half  # type: ignore[method-assign]
     checkpoints.save(6, state)
     train(state, 8)
     threading.Event().wait()
@@ -350,7 +350,7 @@ def test_another_format_version_is_refused_not_passed_over(folder: Path, monkeyp
         ({"a": torch.float32}, "^a is a dtype;"),
     ],
 )
-def test_what_could_not_be_read_again_is_refused_by_its_path(folder: Path, state: State, says: str) -> None:
+def test_what_could_not_be_read_again_is_refused_by_its_path(folder: Path, state: SavedState, says: str) -> None:
     with pytest.raises(TypeError, match=says):
         Checkpoints(folder).save(1, state)
     assert names(folder) == []

@@ -32,12 +32,12 @@ resident.BACKEND.run = run
 """,
     "in a checkpoint write": """
 from fastcssl.runs import checkpoint
-finish, written = checkpoint._Sink.finish, [0]
+finish, written = checkpoint._DigestingFile.finish, [0]
 def stop(self, step):
     written[0] += 1
     if step == 7: self._file.flush(); die()
     return finish(self, step)
-checkpoint._Sink.finish = stop
+checkpoint._DigestingFile.finish = stop
 """,
     "between tasks": """
 from fastcssl.train.session import Session

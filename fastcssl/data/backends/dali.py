@@ -31,7 +31,7 @@ from torch.utils.dlpack import from_dlpack
 from dataprep import _codec
 from dataprep.writers.tar import TarReader
 from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalBatch, LocalPlan
-from fastcssl.data.backends.dali_graph import Inputs, inputs_of, make_pipeline
+from fastcssl.data.backends.dali_graph import GraphInputs, inputs_of, make_pipeline
 from fastcssl.data.prepared import Prepared
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,7 +54,7 @@ class _Work:
     box_VN4: npt.NDArray[np.float32]
     columns_VNC: npt.NDArray[np.float32] | None
     faults: dict[int, str]
-    inputs: Inputs = ()
+    inputs: GraphInputs = ()
     was_retried: bool = False
 
 
@@ -62,12 +62,12 @@ class _Work:
 class _Feed:
     """DALI's source. It does not know the pipeline: in a cycle of references, that would outlive its last use."""
 
-    inputs_of: Callable[[_Work], Inputs]
+    inputs_of: Callable[[_Work], GraphInputs]
     works: Iterator[_Work] = field(default_factory=lambda: iter(()))
     again: deque[_Work] = field(default_factory=deque)  # what a broken pipeline had under way
     under_way: deque[_Work] = field(default_factory=deque)
 
-    def __call__(self) -> Inputs:
+    def __call__(self) -> GraphInputs:
         try:
             work = self.again.popleft() if self.again else next(self.works)
             work.inputs = self.inputs_of(work)
@@ -83,7 +83,7 @@ class _Engine:
     """A pipeline, built when it is first needed, and what it is fed with."""
 
     def __init__(
-        self, make: Callable[[_Feed], nvidia.dali.pipeline.Pipeline], inputs_of: Callable[[_Work], Inputs]
+        self, make: Callable[[_Feed], nvidia.dali.pipeline.Pipeline], inputs_of: Callable[[_Work], GraphInputs]
     ) -> None:
         self._make, self._feed = make, _Feed(inputs_of)
         self._pipeline: Any = None
@@ -160,7 +160,7 @@ class DaliBackend:
                 photometry=config.dtype if augments else None,
             )
 
-        def inputs(work: _Work) -> Inputs:
+        def inputs(work: _Work) -> GraphInputs:
             return inputs_of(policy, work.encoded_N, work.box_VN4, work.columns_VNC if augments else None)
 
         return _Engine(make, inputs)

@@ -20,7 +20,7 @@ from fastcssl.data.augment import GREY, MAX_RADIUS, ORDERS, Column
 from fastcssl.data.views import Policy, ViewSpec
 
 Device = Literal["cpu", "gpu"]
-Inputs = tuple[Any, ...]
+GraphInputs = tuple[Any, ...]
 Node = Any
 
 dali: Any = nvidia.dali  # its stubs lack most of it, and where it is not installed there are none
@@ -43,7 +43,7 @@ def make_pipeline(
     batch_size: int,
     num_threads: int,
     depth: int,
-    source: Callable[[], Inputs],
+    source: Callable[[], GraphInputs],
     photometry: torch.dtype | None = None,
 ) -> nvidia.dali.pipeline.Pipeline:
     """Gives one [N, size, size, 3] a view: the uint8 crop, or the finished view where `photometry` names its type.
@@ -70,7 +70,7 @@ def inputs_of(
     encoded_N: list[npt.NDArray[np.uint8]],
     box_VN4: npt.NDArray[np.float32],
     columns_VNC: npt.NDArray[np.float32] | None,
-) -> Inputs:
+) -> GraphInputs:
     """What the source of a pipeline must return for one batch. Columns are for a pipeline with photometry."""
     inputs: list[Any] = [encoded_N]
     for view, spec in enumerate(policy):

@@ -21,7 +21,7 @@ from dataprep import _codec
 from dataprep.writers.beton import BetonError
 from dataprep.writers.ffcv import FfcvReader
 from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalBatch, LocalPlan
-from fastcssl.data.backends.ffcv_decoder import NO_MEMORY, BetonReader, Part, Threads, crop_jpeg, open_reader
+from fastcssl.data.backends.ffcv_decoder import NO_MEMORY, BatchPart, BetonReader, Threads, crop_jpeg, open_reader
 from fastcssl.data.prepared import Prepared
 
 _PATIENCE_SECONDS = 1.0  # between two looks at whether a thread still lives
@@ -37,7 +37,7 @@ class _Beton:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _UnderWay:
     batch: LocalBatch
-    parts: list[tuple[_Beton, Part]]
+    parts: list[tuple[_Beton, BatchPart]]
     crops_V: list[torch.Tensor]
 
 
@@ -96,7 +96,7 @@ class FfcvBackend:
         parts = []
         for shard in np.unique(samples_N["ffcv_shard"]).tolist():
             place_N = np.flatnonzero(samples_N["ffcv_shard"] == shard)
-            part = Part(
+            part = BatchPart(
                 place_N=place_N,
                 row_N=samples_N["ffcv_place"][place_N],
                 box_NV4=box_NV4[place_N],
@@ -210,7 +210,7 @@ class FfcvBackend:
         self._rings.clear()
 
 
-def _settled(beton: _Beton, part: Part) -> BaseException | None:
+def _settled(beton: _Beton, part: BatchPart) -> BaseException | None:
     """Waits for a part; what it raised, if it did."""
     while True:
         try:

@@ -170,7 +170,7 @@ class Threads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class BatchPart:
     """The rows of one batch that lie in one file."""
 
     place_N: npt.NDArray[np.int64]  # in the batch
@@ -189,11 +189,11 @@ class BetonReader(EpochIterator):  # type: ignore[misc]
     """
 
     def __init__(self, loader: Any, threads: Threads) -> None:
-        self._parts: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._parts: queue.SimpleQueue[BatchPart | None] = queue.SimpleQueue()
         self._threads = threads
         super().__init__(loader, [])  # starts the thread
 
-    def submit(self, part: Part) -> None:
+    def submit(self, part: BatchPart) -> None:
         self._parts.put(part)
 
     def run(self) -> None:
@@ -207,7 +207,7 @@ class BetonReader(EpochIterator):  # type: ignore[misc]
                     part.status_N.set_exception(error)
             del part  # its buffers
 
-    def _decoded(self, part: Part) -> npt.NDArray[np.int32]:
+    def _decoded(self, part: BatchPart) -> npt.NDArray[np.int32]:
         (memory,) = self.memory_allocations["operation"].values()
         box_BV4, target_BV3, _ = (buffer[0] for buffer in memory)
         count = len(part.row_N)
@@ -217,7 +217,7 @@ class BetonReader(EpochIterator):  # type: ignore[misc]
 
     def end(self) -> None:
         """Drops the parts that have not begun."""
-        waiting: list[Part | None] = []
+        waiting: list[BatchPart | None] = []
         try:
             while True:
                 waiting.append(self._parts.get_nowait())

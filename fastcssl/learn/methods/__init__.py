@@ -23,7 +23,7 @@ from fastcssl import ops
 from fastcssl.data.policies import pair
 from fastcssl.data.views import Family, Policy
 from fastcssl.distributed.world import World, synchronised
-from fastcssl.learn.memory import AtTaskStart, Bank, Copy, Initial
+from fastcssl.learn.memory import AtTaskStart, Bank, Initial, Memory
 from fastcssl.learn.nets import Online
 from fastcssl.plugins import Plugins
 
@@ -167,7 +167,7 @@ class Method(nn.Module):
         self.setting, self.world = setting, setting.world
         self.online: Online = synchronised(Online(encoder, projector, normalise=normalise), self.world, setting.device)
         self.banks: tuple[Bank, ...] = ()  # one a view, for methods that keep keys
-        self.copies: dict[str, Copy] = {}  # everything outside the module that a checkpoint must hold
+        self.copies: dict[str, Memory] = {}  # everything outside the module that a checkpoint must hold
 
     @classmethod
     def views(cls, family: Family) -> Policy:

@@ -33,7 +33,7 @@ class Kept(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Task:
+class CurrentTask:
     """Where the run stands, for a strategy."""
 
     index: int  # among the tasks this run trains, from 0
@@ -69,7 +69,7 @@ class Strategy(nn.Module):
     def check(cls, config: StrategyConfig, method: type[Method]) -> None:
         """Raises UserError when this configuration makes no sense with the method."""
 
-    def begin_task(self, task: Task, method: Method) -> None:
+    def begin_task(self, task: CurrentTask, method: Method) -> None:
         """Prepares for the first step of a task, or for a state that is loaded then: it decides shapes, not values."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Strategy(nn.Module):
     def after_step(self, method: Method) -> None:
         """Does what is due after each step of the optimiser."""
 
-    def end_task(self, task: Task, method: Method) -> None:
+    def end_task(self, task: CurrentTask, method: Method) -> None:
         """Stores what is needed of a task, after its last step."""
 
     def lr_scale(self, method: Method) -> float:  # noqa: ARG002

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastcssl.learn.methods import Inputs, Method
-from fastcssl.learn.strategies import Distilling, Frozen, StrategyConfig, Task
+from fastcssl.learn.strategies import CurrentTask, Distilling, Frozen, StrategyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Cassle(Distilling):
     Config = CassleConfig
     config: CassleConfig
 
-    def begin_task(self, task: Task, method: Method) -> None:
+    def begin_task(self, task: CurrentTask, method: Method) -> None:
         if task.index > 0:
             self.freeze(method, self.config.frozen)
             self.add_predictor(method, method.config.dim)

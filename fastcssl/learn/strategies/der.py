@@ -27,7 +27,7 @@ from fastcssl.data.prepared import Selection
 from fastcssl.learn.methods import Inputs, Method, Setting
 from fastcssl.learn.nets import mode
 from fastcssl.learn.replay import Ids, Replay, as_inputs, check_budget, choice
-from fastcssl.learn.strategies import Strategy, StrategyConfig, Task
+from fastcssl.learn.strategies import CurrentTask, Strategy, StrategyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Der(Strategy):
         self.copies["replay"] = self.replay
         self._later = False
 
-    def begin_task(self, task: Task, method: Method) -> None:
+    def begin_task(self, task: CurrentTask, method: Method) -> None:
         self._later = task.index > 0
         if self._later and not self.replay.is_filled:
             ids = self._choice(task, task.earlier)
@@ -92,7 +92,7 @@ class Der(Strategy):
             terms["replay"] = self.config.alpha * (z_ND - stored_ND).square().sum(dim=1).mean()
         return terms
 
-    def end_task(self, task: Task, method: Method) -> None:
+    def end_task(self, task: CurrentTask, method: Method) -> None:
         """Keeps what was kept before and is still chosen as it is, and embeds the others now."""
         self.replay.close()
         before, z_BD = self.replay.id_B, self.replay.z_BD
@@ -104,11 +104,11 @@ class Der(Strategy):
             before, z_BD = torch.cat([before, ids]), torch.cat([z_BD, z]) if len(z_BD) else z
         self.replay.keep(before, z_BD)
 
-    def _choice(self, task: Task, tasks: tuple[int, ...]) -> Ids:
+    def _choice(self, task: CurrentTask, tasks: tuple[int, ...]) -> Ids:
         return choice(task, tasks, self.config.budget, self.setting.seed)
 
     @torch.no_grad()
-    def _embedded(self, task: Task, method: Method, ids: Ids) -> tuple[Tensor, Tensor]:
+    def _embedded(self, task: CurrentTask, method: Method, ids: Ids) -> tuple[Tensor, Tensor]:
         """Returns the ids met in one pass, and what the network makes of them, the same on every rank.
 
         All of `ids`, but for those that cannot be decoded: the loader puts others in their place.

@@ -28,7 +28,7 @@ from fastcssl.learn.methods import Inputs, Method, Setting
 from fastcssl.learn.nets import mode
 from fastcssl.learn.replay import as_inputs
 from fastcssl.learn.step import micro_batches
-from fastcssl.learn.strategies import Strategy, StrategyConfig, Task
+from fastcssl.learn.strategies import CurrentTask, Strategy, StrategyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Ewc(Strategy):
         self.copies["importance"] = self.importance
         self._later = False
 
-    def begin_task(self, task: Task, method: Method) -> None:
+    def begin_task(self, task: CurrentTask, method: Method) -> None:
         self._later = task.index > 0
         if self._later and not len(self.importance.fisher_P):
             self.importance.resize(_flat(_trained(method.online)).detach())
@@ -87,14 +87,14 @@ class Ewc(Strategy):
             terms["penalty"] = self.config.weight / 2 * self.importance.penalty(_flat(_trained(method.online)))
         return terms
 
-    def end_task(self, task: Task, method: Method) -> None:
+    def end_task(self, task: CurrentTask, method: Method) -> None:
         fisher_P = self.fisher(task, method)
         if len(self.importance.fisher_P):
             fisher_P += self.importance.fisher_P
         self.importance.fisher_P = fisher_P
         self.importance.anchor_P = _flat(_trained(method.online)).detach().clone()
 
-    def fisher(self, task: Task, method: Method) -> Tensor:
+    def fisher(self, task: CurrentTask, method: Method) -> Tensor:
         """Returns F of one task, over the global batches of an epoch of its own. Leaves the method as it was."""
         stream = task.open(Selection(tasks=task.tasks))
         weights = _trained(method.online)

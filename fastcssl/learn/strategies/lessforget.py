@@ -16,7 +16,7 @@ from torch import Tensor
 from fastcssl.learn.losses import cosine
 from fastcssl.learn.memory import FrozenCopy
 from fastcssl.learn.methods import Inputs, Method, Setting
-from fastcssl.learn.strategies import Frozen, Strategy, StrategyConfig, Task
+from fastcssl.learn.strategies import CurrentTask, Frozen, Strategy, StrategyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Lessforget(Strategy):
         super().__init__(config, setting)
         self.frozen: FrozenCopy | None = None
 
-    def begin_task(self, task: Task, method: Method) -> None:
+    def begin_task(self, task: CurrentTask, method: Method) -> None:
         if task.index > 0:
             self.frozen = FrozenCopy(method.online.encoder, batch_statistics=self.config.frozen == "batch")
             self.copies["frozen"] = self.frozen

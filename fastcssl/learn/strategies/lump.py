@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastcssl.learn.methods import Inputs, Method, Setting
 from fastcssl.learn.replay import Replay, check_budget, choice
-from fastcssl.learn.strategies import Strategy, StrategyConfig, Task
+from fastcssl.learn.strategies import CurrentTask, Strategy, StrategyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Lump(Strategy):
         self.copies["replay"] = self.replay
         self._later = False
 
-    def begin_task(self, task: Task, method: Method) -> None:  # noqa: ARG002
+    def begin_task(self, task: CurrentTask, method: Method) -> None:  # noqa: ARG002
         self._later = task.index > 0
         if self._later:
             ids = choice(task, task.earlier, self.config.budget, self.setting.seed)
@@ -64,7 +64,7 @@ class Lump(Strategy):
         by_other = (1 - share) * method.loss(changed(e, label=replayed.label))
         return {"loss": share * method.loss_then_remember(e) + by_other}
 
-    def end_task(self, task: Task, method: Method) -> None:  # noqa: ARG002
+    def end_task(self, task: CurrentTask, method: Method) -> None:  # noqa: ARG002
         self.replay.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

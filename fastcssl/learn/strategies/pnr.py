@@ -28,7 +28,7 @@ from fastcssl.errors import UserError
 from fastcssl.learn.losses import contrast_among, unit, with_negative
 from fastcssl.learn.memory import Bank
 from fastcssl.learn.methods import Embeddings, Inputs, Method, Push, Rows
-from fastcssl.learn.strategies import Distilling, Frozen, StrategyConfig, Task
+from fastcssl.learn.strategies import CurrentTask, Distilling, Frozen, StrategyConfig
 
 Form = Literal["code", "paper"]
 
@@ -69,7 +69,7 @@ class Pnr(Distilling):
                 "train supcon."
             )
 
-    def begin_task(self, task: Task, method: Method) -> None:
+    def begin_task(self, task: CurrentTask, method: Method) -> None:
         if task.index == 0:
             return
         self.freeze(method, self.config.frozen)
