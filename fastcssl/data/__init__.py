@@ -1,5 +1,6 @@
-"""Shards to batches of augmented views.
+"""Turns shards into batches of augmented views.
 
-A prepared folder and a view policy come in; batches of normalised views on the training device go out. Start with
-loader.py; prepared.py is what is read, views.py what a view is, draws.py every random choice, backends/ who decodes.
+The inputs are a prepared folder and a view policy. The outputs are batches of normalised views on the training device.
+Start with loader.py. prepared.py opens the data, views.py defines a view, draws.py makes every random choice, and
+backends/ decodes the images.
 """

@@ -1,9 +1,10 @@
-"""The photometric part of a view: uint8 crops in, normalised channels-last images out, each sample by its own columns.
+"""Does the photometric part of a view: uint8 crops become normalised channels-last images.
 
-`photometric_torch` is plain torch and defines it; the compiled operator does the same in one pass over memory. Its
-result is within 0.02 grey levels (of 255) of the definition before the cast to `dtype`, which is to the nearest; where
-solarize meets a value that close to its threshold, either side may be taken. The blur's fixed point could miss by 0.06
-on an image made for it.
+Each sample has its own columns, which hold its parameters. `photometric_torch` is plain torch and defines the result;
+the compiled operator computes the same in one pass over memory. Before the final cast to `dtype`, which rounds to
+nearest, the operator's result is within 0.02 grey levels (of 255) of the definition. Where a value is that close to the
+solarize threshold, the two may fall on different sides of it. On an image constructed for the purpose, the blur's
+fixed-point arithmetic could be off by 0.06.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from fastcssl.data.draws import Column as Column
 
 Photometry = Literal["auto", "fused", "torch"]
 
-# The value of each column that leaves the image alone.
+# The value of each column that does not change the image.
 NEUTRAL = (0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 256.0)
 ORDERS = tuple(permutations(range(4)))  # of brightness, contrast, saturation, hue; lexicographic
 MAX_RADIUS = 11
@@ -34,7 +35,7 @@ def photometric(
     dtype: torch.dtype = torch.float32,
     impl: Photometry = "auto",
 ) -> Tensor:
-    """[N, 3, H, W] in channels-last memory, on the device of the crops. `auto` is fused where that was compiled."""
+    """Returns [N, 3, H, W], channels-last, on the crops' device. `auto` uses the fused operator if it was compiled."""
     if impl not in ("auto", "fused", "torch"):
         raise ValueError(f"impl is {impl!r}; use 'auto', 'fused' or 'torch'.")
     missing = None if impl == "torch" else ops.missing(crops_NHW3.device.type)
@@ -48,7 +49,7 @@ def photometric(
 def photometric_torch(
     crops_NHW3: Tensor, columns_NC: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """What `photometric` means. In float32 on the scale 0..255, clamped after every step and never rounded between."""
+    """Defines `photometric`: float32 on the scale 0..255, clamped after every step, never rounded between steps."""
     _check(crops_NHW3, columns_NC, mean, std, dtype)
     images = crops_NHW3.permute(0, 3, 1, 2).float()
     order = torch.tensor(ORDERS, device=images.device)[columns_NC[:, Column.ORDER].long()]
@@ -61,7 +62,7 @@ def photometric_torch(
     for position in range(4):
         for number, (operation, column) in enumerate(jitter):
             amount = columns_NC[:, column]
-            # Neutral ones are left out, as they would round.
+            # Neutral amounts are skipped, because applying them would round.
             rows = (order[:, position] == number) & (amount != NEUTRAL[column])
             images = _where(rows, operation, images, amount)
     gray, sigma, threshold = (columns_NC[:, c] for c in (Column.GRAY, Column.SIGMA, Column.SOLARIZE))
@@ -72,7 +73,7 @@ def photometric_torch(
     images = _where(flip != 0, lambda x, _: x.flip(-1), images, flip)
     shift_3, scale_3 = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (mean, std))
     images = (images / 255 - shift_3) / scale_3
-    # Not contiguous(), which leaves the strides of a 1x1 image as they are.
+    # contiguous() would not do: it leaves the strides of a 1x1 image as they are.
     return torch.empty_like(images, dtype=dtype, memory_format=torch.channels_last).copy_(images)
 
 
@@ -97,7 +98,7 @@ def _check(
 
 
 def _where(rows_N: Tensor, operation: Callable[[Tensor, Tensor], Tensor], images: Tensor, amount_N: Tensor) -> Tensor:
-    """Applies the operation to the samples of these rows, each with its amount."""
+    """Returns the images with the operation applied to the selected rows, each with its own amount."""
     index = rows_N.nonzero().squeeze(1)
     if not len(index) or not images.numel():
         return images
@@ -124,7 +125,7 @@ def _saturation(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def _hue(images: Tensor, turns: Tensor) -> Tensor:
-    """Through HSV and back. A channel lies below the largest by the range times a trapezoid of the hue."""
+    """Shifts the hue in HSV. Each channel is below the largest by the range times a trapezoid function of the hue."""
     red, green, blue = images.unsqueeze(1).unbind(2)
     top, bottom = images.amax(dim=1, keepdim=True), images.amin(dim=1, keepdim=True)
     span = top - bottom
@@ -137,7 +138,7 @@ def _hue(images: Tensor, turns: Tensor) -> Tensor:
 
 
 def _blur(images: Tensor, sigma: Tensor) -> Tensor:
-    """Separable, radius ceil(5.5 sigma) up to MAX_RADIUS, mirrored at the border without repeating the edge."""
+    """Blurs separably with radius ceil(5.5 sigma), at most MAX_RADIUS, mirroring without repeating the edge."""
     offset = torch.arange(-MAX_RADIUS, MAX_RADIUS + 1, device=images.device)
     weights = torch.exp(-0.5 * (offset / sigma) ** 2) * (offset.abs() <= torch.ceil(5.5 * sigma))
     weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -152,7 +153,7 @@ def _blur(images: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _mirrored(at: Tensor, size: int) -> Tensor:
-    """Right however far outside, so that an image may be smaller than the radius."""
+    """Mirrors indices into range, however far outside they are: an image may be smaller than the radius."""
     if size == 1:
         return torch.zeros_like(at)
     at = at.remainder(2 * (size - 1))

@@ -1,8 +1,8 @@
-"""Every random choice of every view, a batch at a time: crop boxes and the columns that the photometric op reads.
+"""Makes every random choice of every view, one batch at a time: crop boxes and the columns of the photometric op.
 
 Random numbers are counter-based: each is a hash of (seed, epoch, sample id, visit, view, draw), so a sample's views do
-not depend on its batch, its rank, its thread or the loader. Only integer arithmetic, exactly rounded float operations
-(+ - * / sqrt rint floor) and our own exponential are used: every machine draws the same views to the last bit.
+not depend on its batch, its rank, its thread or the loader. Every machine draws the same views to the last bit, because
+only integer arithmetic, exactly rounded float operations (+ - * / sqrt rint floor) and our own exponential are used.
 
 N samples, V views, R of them cropped at random, M = R x N such crops, T tries of a crop, D draws, C columns.
 """
@@ -25,14 +25,14 @@ Integers = npt.NDArray[np.integer]
 
 
 class Column(IntEnum):
-    """As in csrc/views/photometric.h."""
+    """The columns of the photometric op, numbered as in csrc/views/photometric.h."""
 
     FLIP = 0
     BRIGHTNESS = 1
     CONTRAST = 2
     SATURATION = 3
     HUE = 4
-    ORDER = 5  # 0..23: which permutation of the four above, in lexicographic order
+    ORDER = 5  # 0..23: the permutation of the four above, in lexicographic order
     GRAY = 6
     SIGMA = 7
     SOLARIZE = 8
@@ -40,12 +40,14 @@ class Column(IntEnum):
 
 NUM_ORDERS = 24
 NO_SOLARIZE = 256.0
-MAX_SIDE_PX = 1 << 24  # up to here float32 holds every whole coordinate
+MAX_SIDE_PX = 1 << 24  # float32 holds every integer coordinate up to here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
-    box_VN4: Float32  # left, top, right, bottom in pixels of the source; whole numbers unless the crop is "center"
+    """The random choices for all views of a batch."""
+
+    box_VN4: Float32  # left, top, right, bottom in pixels of the source; integers unless the crop is "center"
     columns_VNC: Float32  # see Column
 
 
@@ -53,7 +55,7 @@ class Drawn:
 
 
 class Draw(IntEnum):
-    """Which of a view's random numbers. Renumbering changes every run: a new one comes after the last try's, 32."""
+    """The numbers of a view's random draws. Renumbering changes every run. New draws come after 32, the last try's."""
 
     FLIP = 0  # five decisions
     JITTER = 1
@@ -73,10 +75,10 @@ class Draw(IntEnum):
 
 
 class Reserved(IntEnum):
-    """Every epoch number that no training epoch has, and every view number that no policy has.
+    """Epoch numbers that no training epoch uses, and view numbers that no policy uses.
 
-    A pass over data beside the training draws its views anew: its epoch is one of these, plus the number of the task. A
-    choice of samples draws under a view of these. Renumbering changes every run.
+    A pass over the data outside training draws its own views: its epoch is one of these plus the number of the task.
+    A random choice of samples uses one of these view numbers. Renumbering changes every run.
     """
 
     PREFILL_EPOCH = 1 << 20  # banks are filled at the start of a task
@@ -84,8 +86,8 @@ class Reserved(IntEnum):
     STORE_EPOCH = 1 << 22  # embeddings are stored at the end of a task
     FISHER_EPOCH = 1 << 23  # weights are judged at the end of a task
     ORDER_VIEW = 1 << 32  # the order of the samples
-    REPLACEMENT_VIEW = (1 << 32) + 1  # what stands in for a sample that cannot be decoded
-    SUBSET_VIEW = (1 << 32) + 2  # the samples of a probe that takes a share
+    REPLACEMENT_VIEW = (1 << 32) + 1  # the replacement for a sample that cannot be decoded
+    SUBSET_VIEW = (1 << 32) + 2  # the samples of a probe that uses a share of the data
     CHOICE_VIEW = (1 << 32) + 3  # the samples that are replayed
 
 
@@ -93,13 +95,13 @@ NUM_TRIES = 10  # as in torchvision
 DRAWS_PER_VIEW = 64
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the steps of a counter land far apart
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio spreads the steps of a counter far apart
 _ROUNDS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 _LAST_SHIFT = np.uint64(31)
 
 
 def _mix(x: Uint64) -> Uint64:
-    """splitmix64's finaliser, in place: a bijection in which every input bit reaches every output bit."""
+    """Applies splitmix64's finaliser in place: a bijection in which every input bit affects every output bit."""
     spare = np.empty_like(x)
     for shift, factor in _ROUNDS:
         x ^= np.right_shift(x, shift, out=spare)
@@ -117,13 +119,13 @@ def _epoch_state(seed: int, epoch: int) -> Uint64:
     state = np.zeros(1, np.uint64)
     for name, word in (("seed", seed), ("epoch", epoch)):
         if not 0 <= word <= _MASK:
-            raise ValueError(f"{name} = {word}: give a whole number from 0 to 2^64 - 1.")
+            raise ValueError(f"{name} = {word}: give an integer from 0 to 2^64 - 1.")
         state = _absorb(state, np.array([word], np.uint64))
     return state
 
 
 def _streams(seed: int, epoch: int, id_N: Integers, visit_N: Integers) -> Uint64:
-    """One state for each sample. Within an epoch, two ids on their first visit never share one."""
+    """Returns one state per sample. Within an epoch, two ids on their first visit never share a state."""
     return _absorb(_absorb(_epoch_state(seed, epoch), id_N.astype(np.uint64)), visit_N.astype(np.uint64))
 
 
@@ -132,19 +134,19 @@ def _steps(*numbers: int) -> Uint64:
 
 
 def _unit(states: Uint64) -> Float64:
-    """In [0, 1), 53 bits. Overwrites `states`."""
+    """Returns numbers in [0, 1) with 53 random bits. Overwrites `states`."""
     bits = _mix(states)
     bits >>= np.uint64(11)
     return np.multiply(bits, 2.0**-53, dtype=np.float64)
 
 
 def uniform(seed: int, epoch: int, id_N: Integers, visit_N: Integers, view: int, draw: int) -> Float64:
-    """The random numbers behind one decision, in [0, 1). `epoch` is counted over the whole run."""
+    """Returns the random numbers of one draw, in [0, 1). `epoch` is counted over the whole run."""
     return _unit(_streams(seed, epoch, id_N, visit_N) + _steps(view * DRAWS_PER_VIEW + draw))
 
 
 def _exp(x: Float64) -> Float64:
-    """e^x to 1e-14 for the logarithm of a usual aspect ratio. The library's differs in the last bit between CPUs."""
+    """Returns e^x to 1e-14 for logarithms of usual aspect ratios. The library's exp differs in the last bit by CPU."""
     eighth = x * 0.125
     result = eighth * (1 / 40320) + 1 / 5040
     for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
@@ -160,14 +162,14 @@ def _exp(x: Float64) -> Float64:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PolicyArrays:
-    """A policy as arrays, so that all its views are drawn at once. A range is (low, span)."""
+    """A policy as arrays, so that all its views are drawn together. A range is (low, span)."""
 
-    step_DV1: Uint64  # from a sample's stream to its draws
-    p_5V1: Float64  # of the decisions
-    low_6V1: Float64  # of the amounts
+    step_DV1: Uint64  # the offset from a sample's stream to its draws
+    p_5V1: Float64  # probabilities of the decisions
+    low_6V1: Float64  # lower bounds of the amounts
     span_6V1: Float64
     threshold_V1: Float64
-    random_R: list[int]  # which views are cropped at random
+    random_R: list[int]  # the views that are cropped at random
     step_R: Uint64
     low_2R: Float64  # area, logarithm of the ratio
     span_2R: Float64
@@ -186,7 +188,7 @@ def _plan(policy: Policy) -> _PolicyArrays:
         low_6V.append((*(max(0.0, 1 - x) for x in factors), -s.hue, s.blur_sigma[0], 0.0))
         high_6V.append((*(1 + x for x in factors), s.hue, s.blur_sigma[1], float(NUM_ORDERS)))
     random_R = [v for v, s in enumerate(policy) if s.crop == "random"]
-    exact = Context(prec=30)  # Decimal's logarithm is the same on every machine; math.log need not be
+    exact = Context(prec=30)  # Decimal's logarithm is the same on every machine, math.log may differ
     range_22R = np.empty((2, 2, len(random_R)))  # (area, log ratio), (min, max)
     for r, v in enumerate(random_R):
         range_22R[:, :, r] = policy[v].scale, [float(Decimal(x).ln(exact)) for x in policy[v].ratio]
@@ -215,10 +217,10 @@ def draw_views(
     width_N: Integers | int,
     height_N: Integers | int,
 ) -> Drawn:
-    """Boxes and columns of all views of a batch.
+    """Draws the boxes and columns of all views of a batch.
 
     `epoch` is counted over the whole run; `visit_N` is how often the sample was seen before in this epoch. Padded rows
-    (id -1) are drawn like any other, so they too need a size.
+    (id -1) are drawn like the others, so they need a size too.
     """
     plan = _plan(policy)
     width, height = (_sides(name, side, id_N) for name, side in (("width", width_N), ("height", height_N)))
@@ -268,7 +270,7 @@ _AGAIN_STEP_2T1 = _steps(*range(Draw.AREA + 2, Draw.AREA + 2 * NUM_TRIES)).resha
 def _random_boxes(
     plan: _PolicyArrays, u_DVN: Float64, stream_N: Uint64, width_N: Float64, height_N: Float64
 ) -> Float32:
-    """RandomResizedCrop's: the first of ten tries that fits, else the middle of the image."""
+    """Returns boxes as RandomResizedCrop draws them: the first of ten tries that fits, else the image's middle."""
     R, N = len(plan.random_R), len(stream_N)
     top_M, left_M, area_M, ratio_M = u_DVN[Draw.TOP : Draw.RATIO + 1, plan.random_R].reshape(4, -1)
     W_M, H_M = np.tile(width_N, R), np.tile(height_N, R)
@@ -276,7 +278,7 @@ def _random_boxes(
     w_M, h_M, fits_M = _sizes(area_M, ratio_M, low_2M, span_2M, W_M, H_M)
     middle = np.zeros(0, np.intp)
     again = np.flatnonzero(~fits_M)
-    if again.size:  # the counters let the other tries be drawn for these alone
+    if again.size:  # counter-based draws allow the other tries for these samples alone
         stream = stream_N[again % N] + plan.step_R[again // N]
         area_T, ratio_T = _unit(stream + _AGAIN_STEP_2T1)
         w_T, h_T, fits_T = _sizes(area_T, ratio_T, low_2M[:, again], span_2M[:, again], W_M[again], H_M[again])
@@ -298,7 +300,7 @@ def _random_boxes(
 def _sizes(
     area: Float64, ratio: Float64, low_2M: Float64, span_2M: Float64, W_M: Float64, H_M: Float64
 ) -> tuple[Float64, Float64, Bool]:
-    """Width and height of the crop from the two numbers of a try, [M] or [T, M], and whether it fits into the image."""
+    """Returns a crop's width and height from the two numbers of a try, [M] or [T, M], and whether it fits the image."""
     area = (area * span_2M[0] + low_2M[0]) * (W_M * H_M)
     ratio = _exp(ratio * span_2M[1] + low_2M[1])
     w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
@@ -306,7 +308,7 @@ def _sizes(
 
 
 def _middle(W: Float64, H: Float64, min_ratio: Float64, max_ratio: Float64) -> tuple[Float64, Float64]:
-    """The largest crop of an allowed ratio; at least a pixel, where torchvision's may be empty."""
+    """Returns the largest crop of an allowed ratio. It has at least one pixel; torchvision's may be empty."""
     tall, wide = W / H < min_ratio, W / H > max_ratio
     w = np.where(wide, np.rint(H * max_ratio), W)
     h = np.where(tall, np.rint(W / min_ratio), H)
@@ -314,7 +316,7 @@ def _middle(W: Float64, H: Float64, min_ratio: Float64, max_ratio: Float64) -> t
 
 
 def _center_boxes(spec: ViewSpec, W_N: Float64, H_N: Float64) -> Float64:
-    """Resize's shorter side and CenterCrop's offsets, mapped back to the source."""
+    """Returns the boxes of Resize followed by CenterCrop, mapped back to the source image."""
     resize_px = spec.resize_px or spec.size_px
     short = np.minimum(W_N, H_N)
 

@@ -1,4 +1,4 @@
-"""What training iterates over: a loader for the whole run, a stream for each selection, batches for each epoch."""
+"""Defines what training iterates over: one loader per run, one stream per selection, and the batches of each epoch."""
 
 import time
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _MAX_ATTEMPTS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """This rank's part of a global batch. Its tensors live until the next batch is asked for; clone to keep them.
+    """This rank's part of a global batch. Its tensors are valid until the next batch is requested; clone to keep them.
 
     views: V tensors [N, 3, size, size], normalised, channels-last, on the training device.
     """
@@ -46,20 +46,20 @@ class LoaderConfig:
     loader: str = "auto"
     augment: Augment = "fused"
     last: Last = "drop"
-    num_threads: int | None = None  # None: one a core, shared by the ranks of a machine
+    num_threads: int | None = None  # None: one per core, shared by the ranks of a machine
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-    max_corrupt: float = 0.001  # share of a selection that may fail to decode, at least one sample
+    max_corrupt: float = 0.001  # share of a selection that may fail to decode; one sample always may
     prefetch: int = 3
 
 
 class Loader:
-    """Threads, buffers and open shards live here and serve selection after selection."""
+    """Holds the threads, buffers and open shards, and reuses them from selection to selection."""
 
     def __init__(self, data: Prepared, config: LoaderConfig, world: World | None = None) -> None:
         self.data, self.config, self.world = data, config, world or World()
         if config.num_threads is not None and config.num_threads < 1:
-            raise LoaderError(f"--num-threads {config.num_threads}: use at least one, or leave it out for one a core.")
+            raise LoaderError(f"--num-threads {config.num_threads}: use 1 or more, or leave it out for one per core.")
         if config.prefetch < 1:
             raise LoaderError(f"--prefetch {config.prefetch}: at least one batch has to be under way. Use 1 or more.")
         local_batch_size = local_size(config.batch_size, self.world)
@@ -82,13 +82,15 @@ class Loader:
         self.name = kind.name
 
     def open(self, selection: Selection) -> "Stream":
+        """Returns a stream of the selection's batches."""
         return Stream(self, self._backend, selection)
 
     def stage_seconds(self) -> dict[str, float]:
-        """What its threads spent so far, by stage, added up over them. Empty: the back end keeps no clocks."""
+        """Returns the total seconds of all threads so far, by stage; empty if the back end does not time."""
         return self._backend.stage_seconds()
 
     def close(self) -> None:
+        """Ends the back end's threads and processes."""
         self._backend.close()
 
     def __enter__(self) -> "Loader":
@@ -101,7 +103,7 @@ class Loader:
 
 
 class Stream:
-    """The batches of one selection. `state_dict` in the middle of an epoch lets another process go on there."""
+    """The batches of one selection. `state_dict` in the middle of an epoch lets another process continue from there."""
 
     def __init__(self, loader: Loader, backend: Backend, selection: Selection) -> None:
         self._loader, self._backend, self._selection = loader, backend, selection
@@ -111,14 +113,14 @@ class Stream:
         self._at = (0, 0)
         self.quarantine: dict[int, str] = {}  # sample id -> why it could not be decoded
         self.num_replaced = 0
-        self.wait_seconds = 0.0  # that the caller was blocked for data
-        self.augment_seconds = 0.0  # that the caller spent on photometry, where the back end does none
-        self.device_seconds: dict[str, float] = {}  # of a GPU's staging: "transfer", "augment"
+        self.wait_seconds = 0.0  # during which the caller waited for data
+        self.augment_seconds = 0.0  # that the caller spent on photometry, unless the back end does it
+        self.device_seconds: dict[str, float] = {}  # that a GPU spent on staging: "transfer", "augment"
         self._max_corrupt = max(1, int(self._config.max_corrupt * len(self._rows)))
-        self._plan(0)  # what is wrong with the selection is said now
+        self._plan(0)  # raises now if the selection is invalid
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Returns the number of batches in an epoch."""
         return len(self._plan(0))
 
     @property
@@ -127,7 +129,7 @@ class Stream:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Of its samples, sorted."""
+        """The ids of its samples, sorted."""
         id_S: npt.NDArray[np.int64] = self._table["id"][self._rows].astype(np.int64)
         return id_S
 
@@ -145,21 +147,22 @@ class Stream:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch stands: the epoch and how many of its batches were handed out."""
+        """Returns the position of the next batch: the epoch and how many of its batches were already returned."""
         epoch, batch = self._resume or self._at
         return {"epoch": epoch, "batch": batch, "num_samples": len(self._rows), "batch_size": self._config.batch_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The epoch of that number then begins where the state was taken. Any number of ranks may take it up."""
+        """Makes the saved epoch start at the saved batch. The number of ranks may have changed since."""
         for key, value in (("num_samples", len(self._rows)), ("batch_size", self._config.batch_size)):
             if state[key] != value:
                 raise LoaderError(
-                    f"The saved position has {key} {state[key]}, this loader {value}. Use the same data and batch size."
+                    f"The saved position has {key} {state[key]}, this loader has {value}. "
+                    "Use the same data and batch size."
                 )
         self._resume = (state["epoch"], state["batch"])
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """`number` is counted over the whole run, so that no two epochs are augmented alike."""
+        """Iterates over one epoch. Count `number` over the whole run, so that every epoch has other augmentations."""
         plan = self._plan(number)
         first = self._resume[1] if self._resume and self._resume[0] == number else 0
         self._resume = None
@@ -171,7 +174,7 @@ class Stream:
                 yield batch
 
     def _filled(self, plan: EpochPlan, first: int) -> Iterator[tuple[LocalBatch, Crops]]:
-        """Whole local batches: what could not be decoded is replaced."""
+        """Yields complete local batches, in which samples that could not be decoded are replaced."""
         with closing(self._backend.run(plan, first)) as crops_of:  # type: ignore[type-var]
             for number in range(first, len(plan)):
                 began = time.perf_counter()
@@ -201,7 +204,7 @@ class Stream:
     def _fetch_replacement(self, plan: EpochPlan, bad_row: int, place: int, crops: Crops) -> tuple[int, Any]:
         for attempt in range(_MAX_ATTEMPTS):
             row = plan.replacement(bad_row, attempt)
-            # As a second visit: should the sample also come by itself, it is not augmented alike.
+            # Drawn as a second visit, so its views differ from those of its own turn in this epoch.
             drawn = plan.draw(np.array([row]), np.array([1]))
             try:
                 fetched = self._backend.fetch(row, drawn.box_VN4[:, 0])
@@ -232,7 +235,7 @@ class Stream:
         return photometric(crops_NHW3, columns, mean=spec.mean, std=spec.std, dtype=self._config.dtype, impl=impl)
 
     def _finished(self, batch: LocalBatch, crops: Crops, copied: "torch.cuda.Event | None" = None) -> Batch:
-        """`copied` is recorded between the copies and the photometry."""
+        """Returns the finished batch. `copied` is recorded between the copies and the photometry."""
         device = self._loader.device
         if crops.views_V is not None:
             views = tuple(view.to(device, non_blocking=True) for view in crops.views_V)
@@ -258,7 +261,7 @@ class Stream:
             yield finished
 
     def _staged_on_gpu(self, filled: Iterator[tuple[LocalBatch, Crops]]) -> Iterator[Batch]:
-        """Copies and augments one batch ahead on a stream of its own, while the caller trains on the one before."""
+        """Copies and augments the next batch on a separate CUDA stream while the caller trains on the current one."""
         side = torch.cuda.Stream(self._loader.device)  # type: ignore[no-untyped-call]
         staged: tuple[Batch, torch.cuda.Event] | None = None
         for batch, crops in filled:
@@ -276,7 +279,7 @@ class Stream:
             yield self._handed_over(*staged)
 
     def _count_staging(self, *events: "torch.cuda.Event") -> None:
-        """All have passed."""
+        """Adds up the times between the events, all of which have completed."""
         for name, (before, after) in zip(("transfer", "augment"), pairwise(events), strict=True):
             seconds = before.elapsed_time(after) / 1000 if before is not after else 0.0
             self.device_seconds[name] = self.device_seconds.get(name, 0.0) + seconds

@@ -1,7 +1,7 @@
-"""The order of an epoch and what every view of every sample looks like: pure functions of (seed, epoch, sample, visit).
+"""Determines the order of an epoch and all its views as pure functions of (seed, epoch, sample, visit).
 
-Neither the number of ranks nor the batch size changes the order, and removing a sample moves no other: each sample is
-placed by a hash of its own.
+Neither the number of ranks nor the batch size changes the order. Removing a sample does not move the others relative
+to each other, because each sample is placed by its own hash.
 """
 
 import sys
@@ -22,7 +22,7 @@ RowNumbers = npt.NDArray[np.int64]
 
 
 def local_size(batch_size: int, world: World) -> int:
-    """How many rows of a global batch each rank loads."""
+    """Returns how many rows of a global batch each rank loads."""
     if batch_size < 1 or batch_size % world.size:
         raise LoaderError(
             f"The global batch size {batch_size} cannot be shared equally by {world.size} ranks. "
@@ -32,7 +32,7 @@ def local_size(batch_size: int, world: World) -> int:
 
 
 class EpochPlan:
-    """One epoch's batches, for one rank."""
+    """The batches of one epoch for one rank."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class EpochPlan:
             raise LoaderError("The selection holds no samples. Choose other tasks, another split or other ids.")
         if last == "drop" and order != "endless" and len(rows) < batch_size:
             raise LoaderError(
-                f"The selection has {len(rows)} samples, fewer than one batch of {batch_size}, and would give none. "
+                f"The selection has {len(rows)} samples, fewer than one batch of {batch_size}, so it gives no batch. "
                 "Use a smaller batch size, or pad the last batch."
             )
         self._data, self._policy, self._world = data, policy, world
@@ -109,7 +109,7 @@ class EpochPlan:
         )
 
     def replacement(self, row: int, attempt: int) -> int:
-        """Another sample of the selection in place of one that cannot be decoded, the same for every rank."""
+        """Returns the row of another sample to replace one that cannot be decoded. All ranks choose the same."""
         sample_id = np.array([self._data.table["id"][row]])
         u = uniform(self._seed, self._epoch, sample_id, np.array([attempt]), Reserved.REPLACEMENT_VIEW, 0)
         return int(self._rows[int(u[0] * len(self._rows))])

@@ -1,8 +1,8 @@
-"""The view policies of CaSSLe and PNR as data, by name, and what a method may build its own of.
+"""Lists the view policies of CaSSLe and PNR by name, and offers building blocks for a method's own views.
 
 The numbers are those of the released scripts. A name is "AUTHORS-METHOD-FAMILY", "probe-train-FAMILY" or
-"probe-val-FAMILY". A method that no author trained declares its views itself (`Method.views`): `plain_view` and `pair`
-are where it may start.
+"probe-val-FAMILY". A method that these authors did not train declares its own views (`Method.views`). It may build
+them from `plain_view` and `pair`.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from fastcssl.data.views import Family, Policy, Range, ViewSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPolicy:
-    """What stands behind a name: the views, and the images that they are made for."""
+    """The policy behind a name: its views, and the family of images that they are made for."""
 
     views: Policy
     family: Family
@@ -22,7 +22,7 @@ class NamedPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """A row of the table: what distinguishes one method's views. Pairs are (first view, second view)."""
+    """A row of the table: the settings in which methods' views differ. Pairs are (first view, second view)."""
 
     min_scale: float
     jitter: tuple[float, float, float, float]  # brightness, contrast, saturation, hue
@@ -35,7 +35,7 @@ _VICREG = _Look(min_scale=0.2, jitter=(0.4, 0.4, 0.2, 0.1), blur_p=(0.5, 0.5), s
 _STRONG = _Look(min_scale=0.08, jitter=(0.8, 0.8, 0.8, 0.2), blur_p=(0.5, 0.5), solarize_p=(0.0, 0.0))
 _MODERATE = _Look(min_scale=0.08, jitter=(0.4, 0.4, 0.4, 0.1), blur_p=(0.5, 0.5), solarize_p=(0.0, 0.0))
 
-# By authors and by method, as the authors' scripts are.
+# By authors, then by method, like the authors' scripts.
 _LOOKS: dict[str, dict[str, _Look]] = {
     "cassle": {
         "moco": _MODERATE,
@@ -63,7 +63,7 @@ def plain_view(family: Family) -> ViewSpec:
     """Returns the random crop alone, of the family's size and with its normalisation."""
     if family == "cifar":
         return ViewSpec(size_px=32, mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.243, 0.261))
-    # The first std is .228 in the references (.229 elsewhere); published numbers were made with it.
+    # The first std is .228 in the references (.229 elsewhere). The published results used it.
     return ViewSpec(size_px=224, mean=(0.485, 0.456, 0.406), std=(0.228, 0.224, 0.225))
 
 
@@ -73,7 +73,7 @@ def pair(family: Family) -> Policy:
 
 
 def _pretraining(look: _Look, family: Family) -> Policy:
-    """Returns the two views of a row of the table."""
+    """Returns the two views that a row of the table describes."""
     brightness, contrast, saturation, hue = look.jitter
     return tuple(
         replace(
@@ -117,7 +117,7 @@ POLICIES: dict[str, Policy] = {name: named.views for name, named in NAMED.items(
 
 
 def policy(name: str) -> Policy:
-    """Returns the views of a name: "{cassle|pnr}-{method}-{family}", "probe-train-{family}" or "probe-val-{family}"."""
+    """Returns the policy "{cassle|pnr}-{method}-{family}", "probe-train-{family}" or "probe-val-{family}"."""
     if name not in POLICIES:
         raise ValueError(f"There is no view policy {name!r}. {nearest(name, POLICIES)}")
     return POLICIES[name]

@@ -1,4 +1,4 @@
-"""A prepared data set, opened for reading: its manifest, its sample table, where its shards are."""
+"""Opens a prepared data set for reading: its manifest, its sample table and the paths of its shards."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,25 +15,25 @@ Order = Literal["shuffled", "sequential", "endless"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """A prepared data set: `Prepared.open(folder)`."""
+    """A prepared data set. Open one with `Prepared.open(folder)`."""
 
     manifest: Manifest
     folder: Path
-    table: Table  # one row a sample, sorted by id
+    table: Table  # one row per sample, sorted by id
 
     @classmethod
     def open(cls, where: Path | str) -> "Prepared":
-        """`where`: a prepared folder, or one of its manifests."""
+        """Opens a prepared data set. `where` is its folder, or one of its manifests."""
         path = manifest_path(Path(where))
         manifest = load_manifest(path)
         return cls(manifest=manifest, folder=path.parent, table=load_table(manifest, path.parent))
 
     def shard_path(self, number: int) -> Path:
-        """Returns where a shard of the manifest is."""
+        """Returns the path of a shard of the manifest."""
         return self.manifest.shards[number].path_in(self.folder)
 
     def rows(self, selection: "Selection") -> npt.NDArray[np.int64]:
-        """The table's rows of a selection, in the order of ids."""
+        """Returns the table's rows of a selection, sorted by id."""
         num_tasks = len(self.manifest.tasks)
         for task in selection.tasks:
             if not 0 <= task < num_tasks:
@@ -52,11 +52,11 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Selection:
-    """Which samples, and in which order. It may span tasks and shards (joint, replay, Fisher passes, 1 % probes)."""
+    """A choice of samples and their order. It may span tasks and shards (joint, replay, Fisher passes, 1 % probes)."""
 
     tasks: tuple[int, ...]
     split: SplitName = "train"
-    ids: npt.NDArray[np.int64] | None = None  # None: all of the tasks
+    ids: npt.NDArray[np.int64] | None = None  # None: all samples of the tasks
     order: Order = "shuffled"
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Source images beside their augmented views. The one place where preparing reaches for the trainer."""
+"""Draws source images beside their augmented views. Only here does data preparation use the trainer's code."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ _CAPTION_PX = 26
 
 
 def view_sheet(where: Path, policy_name: str) -> Image.Image:
-    """A row a sample: the stored image, then every view of it in several epochs."""
+    """Returns a picture with one row per sample: the stored image, then all its views in several epochs."""
     try:
         views = policy(policy_name)
     except ValueError as error:
@@ -59,7 +59,7 @@ def _as_bytes(view_N3HW: torch.Tensor, spec: ViewSpec) -> np.ndarray[tuple[int, 
 
 def _paste(columns: list[list[Image.Image]], name: str, num_views: int) -> Image.Image:
     step = TILE_PX + GAP_PX
-    extra = 2 * GAP_PX  # sets the stored image apart from its views
+    extra = 2 * GAP_PX  # separates the stored image from its views
     width = 2 * MARGIN_PX + len(columns) * step - GAP_PX + extra
     height = 2 * MARGIN_PX + _CAPTION_PX + len(columns[0]) * step - GAP_PX
     sheet = Image.new("RGB", (width, height), PAPER)

@@ -1,9 +1,9 @@
-"""What an augmented view is, in neutral terms.
+"""Describes augmented views, independently of the code that computes them.
 
-A policy is a plain tuple with one `ViewSpec` for each view, so any number of views is tuple arithmetic:
-`policy("cassle-simclr-cifar")[:1] * 4` is four like views, `large + with_size(small, 96)` is a multi-crop. Nothing here
-is random: `fastcssl.data.draws` turns a policy into boxes and photometric columns. The policies of the references are
-in policies.py.
+A policy is a plain tuple with one `ViewSpec` per view, so tuple arithmetic gives any number of views:
+`policy("cassle-simclr-cifar")[:1] * 4` is four equal views, `large + with_size(small, 96)` is a multi-crop. Nothing
+here is random: `fastcssl.data.draws` turns a policy into boxes and photometric columns. The policies of the references
+are in policies.py.
 
 The order of the operations is fixed: crop, jitter, grayscale, blur, solarize, flip, normalise.
 """
@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 Crop = Literal["random", "center", "whole"]
 Interpolation = Literal["bicubic", "bilinear"]
-Family = Literal["cifar", "imagenet"]  # imagenet: ImageNet-100, ImageNet-1k, DomainNet and anything alike
+Family = Literal["cifar", "imagenet"]  # imagenet: ImageNet-100, ImageNet-1k, DomainNet and similar images
 
 Range = tuple[float, float]
 Rgb = tuple[float, float, float]
@@ -24,11 +24,12 @@ MAX_SIGMA_PX = 2.0  # the blur's radius is ceil(5.5 sigma), at most 11 (csrc/vie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewSpec:
-    """One view. What is not named does nothing: the defaults are a crop and a normalisation.
+    """The settings of one view. The defaults only crop and normalise.
 
-    `crop`: "random" is RandomResizedCrop(scale, ratio); "center" resizes the shorter side to `resize_px` and cuts the
-    middle; "whole" resizes the whole image, whatever its shape, to a square of `size_px`. The resampling filter of a
-    random crop stops at the edge of its box (the references crop, then resize), that of a center crop does not.
+    `crop`: "random" is RandomResizedCrop(scale, ratio); "center" resizes the shorter side to `resize_px` and cuts out
+    the middle; "whole" resizes the whole image, whatever its shape, to a square of `size_px`. The resampling filter of
+    a random crop stops at the edge of its box, because the references crop first and then resize. The filter of a
+    center crop reads past its box.
     """
 
     size_px: int
@@ -42,10 +43,10 @@ class ViewSpec:
     antialias: bool = True
     flip_p: float = 0.0
     jitter_p: float = 0.0
-    brightness: float = 0.0  # a factor from [max(0, 1 - x), 1 + x]; so are contrast and saturation
+    brightness: float = 0.0  # x: a factor from [max(0, 1 - x), 1 + x]; the same for contrast and saturation
     contrast: float = 0.0
     saturation: float = 0.0
-    hue: float = 0.0  # a shift from [-x, x], in turns
+    hue: float = 0.0  # x: a shift from [-x, x], in turns
     gray_p: float = 0.0
     blur_p: float = 0.0
     blur_sigma: Range = (0.1, MAX_SIGMA_PX)  # pixels of the view
@@ -76,7 +77,7 @@ class ViewSpec:
         self._require(
             0 < self.blur_sigma[0] <= self.blur_sigma[1] <= MAX_SIGMA_PX,
             "blur_sigma",
-            f"give (min, max) with 0 < min <= max <= {MAX_SIGMA_PX:g}, the widest blur the kernel does",
+            f"give (min, max) with 0 < min <= max <= {MAX_SIGMA_PX:g}, the widest blur that the kernel supports",
         )
         self._require(0 <= self.solarize_threshold <= 255, "solarize_threshold", "give a level between 0 and 255")
         self._require(min(self.std) > 0, "std", "give positive numbers")
@@ -90,7 +91,7 @@ Policy = tuple[ViewSpec, ...]
 
 
 def with_size(views: Policy, size_px: int) -> Policy:
-    """Returns the same views with a first view of `size_px`, and the others as large beside it as before.
+    """Returns the same views with a first view of `size_px`, and the others scaled in proportion.
 
     Views of one size all become `size_px`; a multi-crop of 224 and 96 px becomes 112 and 48. A center crop keeps its
     margin: 256 -> 224 becomes 110 -> 96.
@@ -104,14 +105,14 @@ def with_size(views: Policy, size_px: int) -> Policy:
 
 
 def with_min_scale(views: Policy, min_scale: float) -> Policy:
-    """Returns the same views, but the crops of the first show at least this share of the image.
+    """Returns the same views, but crops of the first view show at least this share of the image.
 
-    The least shares of the others keep their proportion to the first's, up to the most that each shows.
+    The minimum shares of the other views keep their proportion to the first, up to the maximum of each view.
     """
     if views and not 0 < min_scale <= views[0].scale[1]:
         raise ValueError(
-            f"The least scale of a crop is {min_scale}; give a share above 0, at most {views[0].scale[1]:g}, the most "
-            "that the first view shows."
+            f"The minimum scale of a crop is {min_scale}; give a share above 0 and at most {views[0].scale[1]:g}, the "
+            "largest share that the first view shows."
         )
     return tuple(
         replace(view, scale=(min(view.scale[1], min_scale * (view.scale[0] / views[0].scale[0])), view.scale[1]))

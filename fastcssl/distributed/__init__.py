@@ -1,5 +1,5 @@
 """Several processes that train one model.
 
-A `World` comes in (one process, or the ranks that torchrun started), and collectives with their gradients go out.
-Nothing here knows of data or models, except that BatchNorm shares its statistics. Start with world.py.
+A `World` describes one process, or the ranks that torchrun started. It offers collectives that pass gradients on.
+Nothing here knows about data or models, except that BatchNorm shares its statistics. Start with world.py.
 """

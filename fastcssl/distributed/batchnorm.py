@@ -10,9 +10,11 @@ if TYPE_CHECKING:
 
 
 class BatchNormAcrossRanks(nn.modules.batchnorm._BatchNorm):
-    """In training, what BatchNorm1d or 2d on one process makes of all ranks' rows; else the same as they are.
+    """A BatchNorm whose training statistics span the rows of all ranks.
 
-    Ranks exchange mean, variance and count of each channel, never sums of squares: those cancel in float32.
+    In training the result is that of BatchNorm1d or BatchNorm2d on one process that holds all rows. In evaluation the
+    layer is an ordinary BatchNorm. Ranks exchange the mean, variance and count of each channel, never sums of squares,
+    because those lose precision to cancellation in float32.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class BatchNormAcrossRanks(nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def like(cls, layer: nn.modules.batchnorm._BatchNorm, world: "World") -> "BatchNormAcrossRanks":
-        """Takes over the layer's parameters and buffers themselves, not copies."""
+        """Returns a layer that takes over the given layer's own parameters and buffers, not copies of them."""
         new = cls(
             layer.num_features,
             world,

@@ -1,10 +1,10 @@
-"""Which process this is among those that train together, and what they say to each other.
+"""Tells a process its place among those that train together, and lets them communicate.
 
-Each rank has a loss of its own, and what is trained is the mean over ranks: DDP averages the gradients of the weights.
-So that this holds for a loss that looks at the rows of other ranks, the gradient of everything that crosses ranks here
-is the sum over ranks. Every rank brings the same number of rows.
+Each rank computes its own loss, and training minimises the mean of these losses: DDP averages the gradients of the
+weights. A loss may look at the rows of other ranks. For the mean to stay correct then, the collectives here sum the
+gradients over all ranks. Every rank must bring the same number of rows.
 
-Shapes: N rows on this rank, G over all ranks, rank by rank.
+Shapes: N rows on this rank, G rows over all ranks, ordered by rank.
 """
 
 import os
@@ -27,22 +27,22 @@ Scope = Literal["global", "local"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 Module = TypeVar("Module", bound=nn.Module)
 
-# How gloo and the store under it say that a peer is gone; NCCL has error types of its own.
+# The words with which gloo and its store report a lost peer. NCCL has its own error types.
 _GONE = re.compile(r"connection|timed out|timeout|broken pipe|socket|pair closure", re.IGNORECASE)
-_WHERE = re.compile(r"^\[\S+:\d+\] ")  # the line of C++ in front of gloo's messages
+_WHERE = re.compile(r"^\[\S+:\d+\] ")  # the C++ source line that precedes gloo's messages
 
 
 class RankLost(RuntimeError):
-    """A rank that this one was waiting for is gone, or did not come within the timeout."""
+    """Raised when a rank that this one was waiting for is gone, or did not respond within the timeout."""
 
 
 class Agreed(Exception):
-    """Raised by every rank alike, so that none is waited for in vain when they part."""
+    """All ranks raise this together, so shutting down cannot hang."""
 
 
 @contextmanager
 def watched(action: str) -> Iterator[None]:
-    """Turns what a collective raises when a peer is gone into RankLost. Also around the backward pass of DDP."""
+    """Converts the error that a collective, or DDP's backward pass, raises for a lost peer into RankLost."""
     try:
         yield
     except RuntimeError as error:
@@ -59,9 +59,12 @@ def watched(action: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Usable without a process group as long as nothing is sent: a loader needs only the numbers.
+    """The place of this process among the ranks, and the collectives between them.
 
-    scope: whether in-batch negatives and statistics span all ranks or this one, as in the released multi-GPU code.
+    A World works without a process group as long as nothing is sent: a loader needs only the numbers.
+
+    scope: "global" lets in-batch negatives and statistics span all ranks. "local" keeps them on this rank, as the
+    released multi-GPU code does.
     """
 
     rank: int = 0
@@ -76,27 +79,27 @@ class World:
 
     @property
     def count(self) -> int:
-        """Ranks that the scope spans."""
+        """The number of ranks that the scope spans."""
         return self.size if self.scope == "global" else 1
 
     def first_row(self, num_local: int) -> int:
-        """Where this rank's rows begin in what `gather` returns."""
+        """Returns the index of this rank's first row in the result of `gather`."""
         return self.rank * num_local if self.count > 1 else 0
 
     def gather(self, x_N: Tensor) -> Tensor:
-        """The rows of all ranks in the scope, differentiable."""
+        """Returns the rows of all ranks in the scope. The result is differentiable."""
         return cast(Tensor, _Gather.apply(x_N, self)) if self.count > 1 else x_N
 
     def gather_keys(self, x_N: Tensor) -> Tensor:
-        """The rows of all ranks whatever the scope, without gradient: banks are the same on every rank."""
+        """Returns the rows of all ranks, whatever the scope, without gradient. This keeps banks equal on every rank."""
         return self._all_rows(x_N.detach()) if self.size > 1 else x_N.detach()
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over all ranks in the scope, differentiable."""
+        """Returns the sum over all ranks in the scope. The result is differentiable."""
         return cast(Tensor, _Total.apply(x, self)) if self.count > 1 else x
 
     def agree(self, code: int) -> int:
-        """The largest code of all ranks. Over the CPU, so no GPU is waited for."""
+        """Returns the largest code of all ranks. The exchange runs on the CPU, so it does not wait for a GPU."""
         if self.size == 1:
             return code
         largest = torch.tensor(code)
@@ -105,10 +108,11 @@ class World:
         return int(largest)
 
     def barrier(self) -> None:
+        """Waits until all ranks have arrived here."""
         self.agree(0)
 
     def share(self, text: str) -> str:
-        """Rank 0's text on every rank."""
+        """Returns rank 0's text on every rank."""
         if self.size == 1:
             return text
         data = torch.tensor(list(text.encode(errors="surrogateescape")), dtype=torch.uint8)
@@ -121,7 +125,7 @@ class World:
         return bytes(data.tolist()).decode(errors="surrogateescape")
 
     def collect(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor, each in memory of its own; all have one shape."""
+        """Returns a copy of every rank's tensor. All ranks must pass tensors of the same shape."""
         if self.size == 1:
             return [tensor.detach().clone()]
         return [other.clone() for other in self._all_rows(tensor.detach()[None])]
@@ -146,7 +150,7 @@ class World:
 
     @contextmanager
     def _group(self, action: str) -> Iterator[None]:
-        """torch's default group, which must be this world's."""
+        """Checks that torch's default process group is the group of this world, and watches the collective inside."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 f"Rank {self.rank} of {self.size} is not connected to the others; "
@@ -186,9 +190,10 @@ class _Total(torch.autograd.Function):
 
 
 def connect(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> tuple[World, torch.device]:
-    """This process' place and device, from the environment that torchrun sets; alone without it.
+    """Connects this process to the other ranks and returns its World and device.
 
-    A rank that keeps the others waiting for longer than the timeout is taken for lost.
+    The place comes from the environment variables that torchrun sets. Without them the process is alone. A rank that
+    keeps the others waiting for longer than the timeout counts as lost.
     """
     if device_kind not in ("auto", "cpu", "cuda"):
         raise ValueError(f"The device is {device_kind!r}; use 'auto', 'cpu' or 'cuda'.")
@@ -199,7 +204,7 @@ def connect(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> tu
     world = World(int(os.environ.get("RANK", "0")), size)
     device = _device(device_kind, int(os.environ.get("LOCAL_RANK", "0")))
     if size > 1:
-        # With GPUs one group has both: each collective goes where its tensor is, so flags travel beside NCCL.
+        # With GPUs the group has both back ends. The tensor's device selects one, so flags on the CPU bypass NCCL.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with watched("connecting"):
             dist.init_process_group(backend, rank=world.rank, world_size=size, timeout=timedelta(seconds=timeout_s))
@@ -208,9 +213,9 @@ def connect(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> tu
 
 @contextmanager
 def connected(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> Iterator[tuple[World, torch.device]]:
-    """`connect` for the length of a block. A group that is there already is used and left.
+    """Connects for the duration of a block. A process group that already exists is used and left open.
 
-    After an error of one rank it is not taken down: that would wait for ranks which may be gone.
+    If one rank fails, the group is not shut down, because that would wait for ranks that may be gone.
     """
     if dist.is_available() and dist.is_initialized():
         device = _device(device_kind, int(os.environ.get("LOCAL_RANK", "0")))
@@ -220,7 +225,7 @@ def connected(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> 
         place = connect(device_kind, timeout_s=timeout_s)
     except RankLost:
         raise
-    except RuntimeError as error:  # no such GPU, or an incomplete environment
+    except RuntimeError as error:  # the GPU does not exist, or the environment is incomplete
         raise UserError(str(error)) from None
     try:
         yield place
@@ -236,7 +241,7 @@ def _device(kind: DeviceKind, local_rank: int) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if local_rank >= num_gpus:
         raise RuntimeError(
-            f"This process needs GPU {local_rank}, but {num_gpus} can be seen. Start one process a GPU, or use "
+            f"This process needs GPU {local_rank}, but {num_gpus} can be seen. Start one process per GPU, or use "
             "--device cpu."
         )
     device = torch.device("cuda", local_rank)
@@ -245,14 +250,15 @@ def _device(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def disconnect() -> None:
+    """Shuts the process group down, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def synchronised(module: Module, world: World, device: torch.device) -> Module:
-    """The module with BatchNorm over all ranks, whatever the scope, as the released multi-GPU scripts do.
+    """Returns the module with BatchNorm over all ranks, whatever the scope, as in the released multi-GPU scripts.
 
-    In place but for the layers themselves, which are replaced around their own weights and statistics.
+    The module is changed in place: each BatchNorm layer is replaced by one that keeps its weights and statistics.
     """
     if world.size == 1:
         return module
@@ -265,7 +271,7 @@ def synchronised(module: Module, world: World, device: torch.device) -> Module:
 def _with_batch_norm(
     module: nn.Module, convert: Callable[[Any], nn.Module], done: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    """`done` keeps a layer that occurs twice one layer."""
+    """Converts the BatchNorm layers in place. `done` makes sure that a layer used twice stays one layer."""
     if module not in done:
         done[module] = convert(module) if isinstance(module, nn.modules.batchnorm._BatchNorm) else module
         for name, child in module._modules.items():

@@ -1,5 +1,5 @@
-"""Batches of views to gradients.
+"""Turns batches of views into gradients.
 
-Views come in; named loss terms, and the networks and banks that they train, go out. Start with step.py, the one module
-that is trained; methods/ and strategies/ hold one file each for what it is made of.
+Here are the networks, the banks and the losses. A training step takes views and returns named loss terms. Start with
+step.py, which holds the one module that is trained. methods/ and strategies/ have one file per method and per strategy.
 """

@@ -1,4 +1,4 @@
-"""The file in which a trained encoder leaves: safetensors, weights and strings."""
+"""Reads and writes the file of a trained encoder: safetensors with weights and strings."""
 
 import json
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ from fastcssl.learn.nets import ANY_SIZE_PX, build_encoder
 
 FORMAT_VERSION = "1"
 OWN_KEYS = ("format_version", "architecture", "stem", "num_features")
-SIZE_KEY = "built_for_px"  # only of encoders that take one size
+SIZE_KEY = "built_for_px"  # only for encoders that take a single image size
 
 
 class EncoderFileError(UserError):
-    """An encoder file cannot be read, or holds something else."""
+    """Raised when an encoder file cannot be read, or holds something else."""
 
 
 def save_encoder(path: Path | str, encoder: nn.Module, config: EncoderConfig, metadata: Mapping[str, str]) -> None:
-    """A safetensors file of float32 weights and strings, whole or not at all; equal contents give equal bytes."""
+    """Writes float32 weights and strings to a safetensors file, atomically. Equal contents give equal bytes."""
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ValueError(f"an encoder file's metadata are strings, but {key!r} is {value!r}; convert it.")
         if key in (*OWN_KEYS, SIZE_KEY):
-            raise ValueError(f"an encoder file sets {key!r} by itself; give that entry of the metadata another name.")
+            raise ValueError(f"save_encoder sets {key!r} itself; give your entry of the metadata another name.")
     size_px: int | None = getattr(encoder, "size_px", None)
     blank = _blank(config, size_px or ANY_SIZE_PX)
     tensors = {
@@ -48,7 +48,7 @@ def save_encoder(path: Path | str, encoder: nn.Module, config: EncoderConfig, me
 
 
 def load_encoder(path: Path | str) -> nn.Module:
-    """The encoder that `save_encoder` wrote, on the CPU, in eval mode, with `num_features`."""
+    """Returns the encoder that `save_encoder` wrote, on the CPU, in eval mode, with `num_features`."""
     metadata, tensors = _read(Path(path), with_tensors=True)
     try:
         config = EncoderConfig(name=metadata["architecture"], stem=metadata["stem"])  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def load_encoder(path: Path | str) -> nn.Module:
 
 
 def describe_file(path: Path | str) -> dict[str, str]:
-    """The strings of an encoder file: its architecture, and what its run said about itself."""
+    """Returns the strings of an encoder file: its architecture, and the metadata that its run added."""
     return _read(Path(path), with_tensors=False)[0]
 
 
@@ -86,13 +86,13 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, str], dict[str, 
                 f"such as RUN/encoders/task0.safetensors."
             ) from error
         raise EncoderFileError(
-            f"{path} is not a safetensors file, or only a part of one ({error}). Copy or export it again."
+            f"{path} is not a safetensors file, or it is incomplete ({error}). Copy or export it again."
         ) from error
     missing = [key for key in OWN_KEYS if key not in metadata]
     if missing:
         raise EncoderFileError(
-            f"{path} does not say which encoder it holds: its metadata lack {', '.join(missing)}. Give a file that "
-            f"fastcssl wrote, or build_encoder and load_state_dict by hand."
+            f"{path} does not say which encoder it holds: its metadata has no {', '.join(missing)}. Give a file that "
+            f"fastcssl wrote, or call build_encoder and load_state_dict yourself."
         )
     if metadata["format_version"] != FORMAT_VERSION:
         raise EncoderFileError(
@@ -103,15 +103,15 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, str], dict[str, 
 
 
 def _looks_pickled(path: Path) -> bool:
-    """For the error's words only: a safetensors file may begin with the same bytes."""
+    """Guesses whether a file is a pickle, for an error message. A safetensors file may start with the same bytes."""
     with path.open("rb") as file:
         start = file.read(4)
     return start == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"))
 
 
 def _blank(config: EncoderConfig, size_px: int = ANY_SIZE_PX) -> nn.Module:
-    """Shapes without values."""
-    if config.name.startswith(("timm:", "torchvision:regnet")):  # which look at values while they are built
+    """Returns an encoder for its shapes only, without values where possible."""
+    if config.name.startswith(("timm:", "torchvision:regnet")):  # these read values while they are built
         return build_encoder(config, 0, size_px)
     with torch.device("meta"):
         return untrained(config, size_px)
@@ -122,6 +122,8 @@ def _described(config: EncoderConfig) -> str:
 
 
 def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    """Describes how the tensors found differ from those wanted, in names, shapes and types; None if they do not."""
+
     def named(keys: list[str]) -> str:
         return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
@@ -139,7 +141,7 @@ def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str
 
 
 def _with_sorted_metadata(content: bytes) -> bytes:
-    """safetensors writes the strings in an order that changes from call to call."""
+    """Returns the file with sorted metadata, because safetensors writes it in an order that changes between calls."""
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))

@@ -1,13 +1,14 @@
-"""Encoders by name, and how each is built.
+"""Builds encoders by name.
 
-    resnet18, 34, 50, 101    torchvision's class; its stem and its width can be chosen
+    resnet18, 34, 50, 101    torchvision's class, with a choice of stem and width
     vit-tiny                 torchvision's VisionTransformer, small enough for a laptop
     torchvision:NAME         any classification model of torchvision, such as torchvision:vit_b_16
     timm:NAME                any model of timm, such as timm:vit_small_patch16_224
 
-An encoder maps images to features [N, F]. It says F as `num_features`, and as `size_px` the only size of images that it
-takes (None: any), which for a ViT is the size it was built for. The head for classes is gone, and so is its dropout.
-torchvision's models are imported where they are built: they cost seconds, and a command's help does not need them.
+An encoder maps images to features [N, F]. Its `num_features` is F. Its `size_px` is the only image size that it takes,
+or None for any size; a ViT takes the size that it was built for. Encoders have no classification head and none of its
+dropout. torchvision's models are imported where they are built, because the import takes seconds and a command's help
+does not need them.
 """
 
 import difflib
@@ -25,7 +26,7 @@ from fastcssl.errors import UserError
 
 Stem = Literal["imagenet", "cifar"]
 
-RESNETS = {  # blocks of three convolutions, not two; blocks in each stage
+RESNETS = {  # whether a block has three convolutions instead of two; blocks in each stage
     "resnet18": (False, (2, 2, 2, 2)),
     "resnet34": (False, (3, 4, 6, 3)),
     "resnet50": (True, (3, 4, 6, 3)),
@@ -33,10 +34,10 @@ RESNETS = {  # blocks of three convolutions, not two; blocks in each stage
 }
 # Below 8 channels, torch's channels-last convolutions on the CPU write past their buffers (seen in 2.14.1).
 MIN_WIDTH = 8
-MAX_WIDTH = 256  # four times the usual; more is a slip, and would fill the memory before it fails
+MAX_WIDTH = 256  # four times the usual width; more is likely a mistake and would exhaust the memory
 
 VIT = "vit-tiny"
-VIT_WIDTH, VIT_DEPTH, VIT_HEAD = 192, 6, 32  # features, blocks, features of an attention head
+VIT_WIDTH, VIT_DEPTH, VIT_HEAD = 192, 6, 32  # features, blocks, features per attention head
 VIT_MAX_WIDTH = 768
 
 PATCH_EMBEDDINGS = ("conv_proj", "patch_embed.proj")  # in torchvision, in timm
@@ -44,17 +45,19 @@ PATCH_EMBEDDINGS = ("conv_proj", "patch_embed.proj")  # in torchvision, in timm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
-    """`name`: see above. `resnet18-w16` has 16 channels in its first stage instead of 64, `vit-tiny-w64` 64 features.
+    """The settings of an encoder.
 
-    `stem`: how a ResNet begins. "imagenet": a 7x7 convolution of stride 2 and a pooling; "cifar": a 3x3 of stride 1.
-    torchvision:resnet18 and all others have their own.
-    `freeze_patch_embedding`: a ViT's first layer stays as it was drawn, which keeps its training stable (Chen et al.,
-    An Empirical Study of Training Self-Supervised Vision Transformers, 2021, section 4.2).
+    `name`: see the module. `resnet18-w16` has 16 channels in its first stage instead of 64; `vit-tiny-w64` has 64
+    features.
+    `stem`: the first layers of a ResNet. "imagenet" is a 7x7 convolution of stride 2 and a max pooling, "cifar" a 3x3
+    convolution of stride 1. torchvision:resnet18 and all other encoders have their own stem.
+    `freeze_patch_embedding`: keeps a ViT's first layer at its random initial weights, which stabilises training (Chen
+    et al., An Empirical Study of Training Self-Supervised Vision Transformers, 2021, section 4.2).
     """
 
     name: str = "resnet18"  # or resnet34, 50, 101, vit-tiny, torchvision:NAME, timm:NAME
-    stem: Stem = "imagenet"  # of resnets
-    freeze_patch_embedding: bool = False  # of ViTs: random and not trained, as MoCo v3 advises
+    stem: Stem = "imagenet"  # for resnets
+    freeze_patch_embedding: bool = False  # for ViTs: leave it random and untrained, as MoCo v3 advises
 
     def __post_init__(self) -> None:
         library, colon, name = self.name.partition(":")
@@ -75,7 +78,7 @@ class EncoderConfig:
 
 
 def untrained(config: EncoderConfig, size_px: int) -> nn.Module:
-    """Draws from the default generator, on the default device."""
+    """Returns an untrained encoder. Its weights are drawn from the default generator, on the default device."""
     library, colon, name = config.name.partition(":")
     encoder: nn.Module
     try:
@@ -100,17 +103,17 @@ def _check_known(library: str, name: str, known: list[str]) -> None:
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         meant = f" Did you mean {' or '.join(f'{library}:{it}' for it in close)}?" if close else ""
         where = {"torchvision": "torchvision.models.list_models()", "timm": "timm.list_models()"}[library]
-        raise ValueError(f"There is no encoder '{library}:{name}'.{meant} {where} names all {len(known)}.")
+        raise ValueError(f"There is no encoder '{library}:{name}'.{meant} {where} lists all {len(known)}.")
 
 
 def _measure(encoder: nn.Module, size_px: int) -> None:
-    """Features of one image: how many, and that this size can be computed at all."""
+    """Sets `num_features`, by encoding one image of this size. Raises if the encoder cannot process it."""
     device = next(encoder.parameters()).device
     with torch.no_grad():
         h_NF = encoder.eval()(torch.zeros(1, 3, size_px, size_px, device=device))
     encoder.train()
     if h_NF.dim() != 2:
-        raise ValueError(f"it makes {list(h_NF.shape)} of an image, not a row of features")
+        raise ValueError(f"its output for one image is {list(h_NF.shape)}, not a row of features")
     encoder.num_features = h_NF.shape[1]
 
 
@@ -120,18 +123,19 @@ def _freeze_patch_embedding(encoder: nn.Module, name: str) -> None:
         if path in there:
             there[path].requires_grad_(False)
             return
-    raise UserError(f"{name} has no patch embedding that is known. Leave --encoder.freeze-patch-embedding off.")
+    raise UserError(f"{name} has no known patch embedding. Leave --encoder.freeze-patch-embedding off.")
 
 
 # ---- Our own names ---------------------------------------------------------------------------------------------------
 
 
 def name_is_vit(name: str) -> bool:
+    """Returns whether a name without a library is that of a ViT."""
     return name.startswith(VIT)
 
 
 def _own_name(name: str) -> tuple[str, int]:
-    """'resnet18-w16' -> 'resnet18', 16. 'vit-tiny' -> 'vit-tiny', 192."""
+    """Splits a name into base and width: 'resnet18-w16' is ('resnet18', 16), 'vit-tiny' is ('vit-tiny', 192)."""
     base = VIT if name == VIT or name.startswith(f"{VIT}-") else name.partition("-")[0]
     suffix = name.removeprefix(base)
     if base not in (*RESNETS, VIT):
@@ -162,7 +166,7 @@ def _resnet(config: EncoderConfig) -> nn.Module:
     base, width = _own_name(config.name)
     is_deep, depths = RESNETS[base]
     block = Bottleneck if is_deep else BasicBlock
-    # torchvision's constructor knows no width but 64. All that holds weights in it is replaced, so let it cost nothing.
+    # torchvision's constructor only knows width 64. All its weights are replaced below, so build it on meta for free.
     with torch.device("meta"):
         resnet = ResNet(block, [1, 1, 1, 1])
     if config.stem == "cifar":
@@ -179,14 +183,14 @@ def _resnet(config: EncoderConfig) -> nn.Module:
     resnet.fc = nn.Identity()
     resnet.num_features, resnet.size_px = (width << 3) * block.expansion, None
     for module in resnet.modules():
-        if isinstance(module, nn.Conv2d):  # as torchvision; a new BatchNorm is already as it wants it
+        if isinstance(module, nn.Conv2d):  # as torchvision does; BatchNorm's defaults already match
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     built: nn.Module = resnet
     return built
 
 
 def _vit(name: str, size_px: int) -> nn.Module:
-    """Patches of 4 x 4 pixels on small images, of 16 x 16 from 65 px on."""
+    """Returns a small ViT. Its patches are 4 x 4 pixels for images up to 64 px, and 16 x 16 for larger ones."""
     from torchvision.models import VisionTransformer
 
     _, width = _own_name(name)
@@ -209,9 +213,10 @@ def _vit(name: str, size_px: int) -> nn.Module:
 
 
 def torchvision_names() -> list[str]:
+    """Returns the names of torchvision's classification models."""
     from torchvision import models
 
-    names: list[str] = models.list_models(module=models)  # those for classes; detectors are in other modules
+    names: list[str] = models.list_models(module=models)  # only classification; detectors are in other modules
     return names
 
 
@@ -233,7 +238,7 @@ def _torchvision(name: str, size_px: int) -> nn.Module:
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Identity())
     for module in model.modules():
-        if isinstance(module, nn.Dropout):  # torchvision's models drop in the head alone
+        if isinstance(module, nn.Dropout):  # torchvision's models have it only in the head
             module.p = 0.0
     model.size_px = size_px if name.startswith(("vit_", "maxvit")) else None  # type: ignore[assignment]
     return model

@@ -1,8 +1,9 @@
-"""What the methods and strategies minimise: pure functions of embeddings. Nothing is detached here, nothing remembered.
+"""Defines the losses of the methods and strategies as pure functions of embeddings, without state or detaching.
 
-What is trained is the mean over ranks of their losses, and ranks hold equally many rows: a mean over samples is a local
-mean. A statistic of the batch (Barlow, VICReg) and negatives from the batch span the ranks of `world`'s scope.
-All is computed in float32 at least, also under autocast. N samples on this rank, G in the scope, M rows of a loss.
+Training minimises the mean of the ranks' losses, and all ranks have the same number of rows. So a mean over samples is
+computed locally. Batch statistics (Barlow, VICReg) and negatives from the batch span the ranks of `world`'s scope.
+Everything is computed in float32 or float64, also under autocast. N samples on this rank, G in the scope, M rows of a
+loss.
 """
 
 import math
@@ -16,7 +17,7 @@ from torch.nn import functional
 from fastcssl import ops
 from fastcssl.distributed.world import World
 
-BARLOW_EPS = 1e-5  # that of the BatchNorm that standardises in the reference
+BARLOW_EPS = 1e-5  # of the BatchNorm that the reference standardises with
 VICREG_EPS = 1e-4
 
 
@@ -32,34 +33,35 @@ def cosine_distance(p_ND: Tensor, z_ND: Tensor) -> Tensor:
 
 
 def mean_squared(a_ND: Tensor, b_ND: Tensor) -> Tensor:
-    """Returns the squared difference, mean over samples and dimensions."""
+    """Returns the mean squared difference over samples and dimensions."""
     a_ND, b_ND = _pair(a_ND, b_ND)
     return (a_ND - b_ND).square().mean()
 
 
 def symmetric_contrast(p_MD: Tensor, f_MD: Tensor, temperature: float, world: World) -> Tensor:
-    """1/2 [E(p, f) + E(f, p)]; in E(a, b), row i of a must find row i of b among all rows of b in the scope.
+    """Returns 1/2 [E(p, f) + E(f, p)]. In E(a, b), row i of a must find row i of b among all rows of b in the scope.
 
-    CaSSLe's align of contrastive methods. Rows are the views stacked; they are normalised here.
+    This is CaSSLe's align for contrastive methods. The rows are the stacked views; this function normalises them.
     """
     p_MD, f_MD = (functional.normalize(x_MD, dim=1) for x_MD in _pair(p_MD, f_MD))
-    # The positive is among the keys, and so in the denominator once.
+    # The positive is among the keys, so it is already in the denominator.
     p_to_f_M = ops.info_nce(p_MD, f_MD, [world.gather(f_MD)], temperature, positive_in_denominator=False)
     f_to_p_M = ops.info_nce(f_MD, p_MD, [world.gather(p_MD)], temperature, positive_in_denominator=False)
     return (p_to_f_M.mean() + f_to_p_M.mean()) / 2
 
 
 def with_negative(loss_M: Tensor, positive_logit_M: Tensor, extra_logit_M: Tensor) -> Tensor:
-    """The loss of `ops.info_nce` with one more logit in each row's denominator, which must not have been empty."""
+    """Returns a loss of `ops.info_nce` with one more logit in each row's denominator, which must not be empty."""
     return torch.logaddexp(loss_M + positive_logit_M, extra_logit_M) - positive_logit_M
 
 
 def contrast_among(
     query_MD: Tensor, positive_MD: Tensor, keys: Sequence[tuple[Tensor, Tensor]], temperature: float
 ) -> Tensor:
-    """`ops.info_nce` in the batch with a mask [M, K] for each [K, D] of keys: what it hides is not in the denominator.
+    """Returns `ops.info_nce` within a batch, with a mask [M, K] for each [K, D] of keys.
 
-    The positive is in it only if it is among the keys. A row that sees no key has loss 0 and no gradient.
+    Masked keys are not in the denominator. The positive is in it only if it is among the keys. A row that sees no key
+    has loss 0 and no gradient.
     """
     with torch.autocast(query_MD.device.type, enabled=False):
         scaled_MD = _wide(query_MD) / temperature
@@ -69,10 +71,10 @@ def contrast_among(
 
 
 def label_positive(label_M: Tensor, z_GD: Tensor, label_G: Tensor, own_M: Tensor) -> Tensor:
-    """[M, D]: the mean of the rows of z that have row i's label, its own row own_M[i] left out. SupCon's positive.
+    """Returns SupCon's positive [M, D]: the mean of the rows of z with row i's label, without its own row own_M[i].
 
-    Logits are linear in the key, so the mean over positives of their losses is the loss of their mean. A label that no
-    other row has gives 0; with two views of each sample there is none.
+    Logits are linear in the key, so the mean of the losses over the positives is the loss of the mean positive. A label
+    that no other row has gives 0; with two views of each sample this does not happen.
     """
     column_G = torch.arange(len(z_GD), device=z_GD.device)
     with torch.autocast(z_GD.device.type, enabled=False):
@@ -90,10 +92,11 @@ def barlow(
     scale: float = 0.1,
     gradient: Literal["exact", "reference"] = "exact",
 ) -> Tensor:
-    """scale x [sum_i (1 - C_ii)^2 + off_diagonal_weight x sum_(i != j) C_ij^2], C the cross-correlation over the scope.
+    """Returns scale x [sum_i (1 - C_ii)^2 + off_diagonal_weight x sum_(i != j) C_ij^2].
 
-    `reference` is what CaSSLe and PNR do on several ranks: each standardises by its own batch, and autograd knows
-    nothing of the all-reduce of C, which makes the gradient smaller by the number of ranks. On one they are the same.
+    C is the cross-correlation over the scope. With gradient "reference", ranks behave as in CaSSLe and PNR: each rank
+    standardises by its own batch, and autograd ignores the all-reduce of C, which divides the gradient by the
+    number of ranks. On one rank, "exact" and "reference" are the same.
     """
     if gradient not in ("exact", "reference"):
         raise ValueError(f"gradient is {gradient!r}; use 'exact' or 'reference'.")
@@ -123,9 +126,10 @@ def vicreg(
     variance: float = 25.0,
     covariance: float = 1.0,
 ) -> Tensor:
-    """similarity x mean_squared + for each view variance x mean relu(1 - std) + covariance x sum_(i != j) cov_ij^2 / D.
+    """Returns VICReg's loss: similarity x mean_squared, and for each view two more terms.
 
-    std and cov are the unbiased ones over the scope.
+    These are variance x mean relu(1 - std) and covariance x sum_(i != j) cov_ij^2 / D. std and cov are the unbiased
+    estimates over the scope.
     """
     z1_ND, z2_ND = _pair(z1_ND, z2_ND)
     num_total, dim = len(z1_ND) * world.count, z1_ND.shape[1]
@@ -145,14 +149,14 @@ def _centred(z_ND: Tensor, world: World) -> Tensor:
 
 
 def _pair(a_ND: Tensor, b_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both in float32 at least. Without the check, torch would spread a single row over the others."""
+    """Returns both in float32 or float64. Checks the shapes, because torch would broadcast a single row."""
     if a_ND.dim() != 2 or a_ND.shape != b_ND.shape:
         raise ValueError(f"embeddings must be two [N, D] of one shape, but are {[*a_ND.shape]} and {[*b_ND.shape]}.")
     return _wide(a_ND), _wide(b_ND)
 
 
 def unit(z_ND: Tensor) -> Tensor:
-    """Returns rows of unit length, in float32 at least: in bfloat16 they would be off by 0.4 %."""
+    """Returns rows of unit length, in float32 or float64. In bfloat16 they would be off by 0.4 %."""
     return functional.normalize(_wide(z_ND), dim=1)
 
 

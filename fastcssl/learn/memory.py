@@ -1,6 +1,7 @@
-"""What a step remembers besides the weights it trains: a slow copy, a frozen copy, a bank of keys.
+"""Defines the state of a step besides the trained weights: slow copies, frozen copies and banks of keys.
 
-Plain objects, not modules: neither DDP nor the optimiser may see them, and `train()` on a method must not reach them.
+These are plain objects, not modules: DDP and the optimiser must not see them, and `train()` on a method must not reach
+them.
 """
 
 import copy
@@ -18,7 +19,7 @@ Initial = Literal["empty", "random"]
 
 
 class _NetworkCopy:
-    """A network beside the one that is trained. No gradient reaches it."""
+    """A copy of the trained network that gets no gradient."""
 
     def __init__(self, source: nn.Module) -> None:
         self.module = copy.deepcopy(source).requires_grad_(False)
@@ -39,7 +40,7 @@ class _NetworkCopy:
 
 
 class EmaCopy(_NetworkCopy):
-    """A copy whose parameters follow slowly. Its BatchNorm statistics are its own: it runs in train mode."""
+    """A copy whose parameters follow slowly. It runs in train mode and keeps its own BatchNorm statistics."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__(source)
@@ -47,12 +48,12 @@ class EmaCopy(_NetworkCopy):
 
     @torch.no_grad()
     def update(self, source: nn.Module, tau: float) -> None:
-        """slow <- tau slow + (1 - tau) source. Parameters only, as the references do."""
+        """Sets slow to tau slow + (1 - tau) source. As in the references, only parameters are updated, not buffers."""
         torch._foreach_lerp_(list(self.module.parameters()), list(source.parameters()), 1 - tau)
 
 
 class FrozenCopy(_NetworkCopy):
-    """The network as the previous task left it. Nothing moves it, BatchNorm's running statistics included.
+    """The network at the end of the previous task. It never changes, nor do BatchNorm's running statistics.
 
     `batch_statistics`: normalise by each batch's own statistics, as CaSSLe's frozen network does.
     """
@@ -68,10 +69,10 @@ class FrozenCopy(_NetworkCopy):
 
 
 class Bank:
-    """A ring of the last `size` keys of one view, unit length, the same on every rank.
+    """A ring of the last `size` keys of one view. Keys have unit length and are the same on every rank.
 
-    Its writers are `push` and the sweep that reads it (`ops.info_nce_enqueue`). The pointer and the count of rows ever
-    written stay on the device, so that nothing waits for the host. `initial="random"`: it starts full of random
+    `push` writes it, and so does the sweep that reads it (`ops.info_nce_enqueue`). The pointer and the number of filled
+    rows stay on the device, so nothing waits for the host. With `initial="random"` the bank starts full of random
     directions, as the references' queues do.
     """
 
@@ -93,7 +94,7 @@ class Bank:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """As new."""
+        """Resets the bank to its initial state."""
         self.pointer.zero_()
         self.filled.zero_()
         self.rows_KD.zero_()
@@ -104,7 +105,7 @@ class Bank:
             self.filled.fill_(len(self.rows_KD))
 
     def push(self, keys_GD: Tensor) -> None:
-        """Writes the newest keys, gathered over ranks, over the oldest. Any number of them; the last ones stay."""
+        """Overwrites the oldest keys with new ones, gathered over ranks. Of more keys than rows, the last ones stay."""
         ops.enqueue(self.rows_KD, keys_GD, self.pointer, self.filled)
 
     def to(self, device: torch.device) -> None:
@@ -116,7 +117,7 @@ class Bank:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for mine, saved in ((self.rows_KD, "rows"), (self.pointer, "pointer"), (self.filled, "filled")):
             if mine.shape != state[saved].shape:
-                shapes = f"{list(state[saved].shape)}, this one {list(mine.shape)}"
+                shapes = f"{list(state[saved].shape)}, this one has {list(mine.shape)}"
                 raise ValueError(f"the saved bank has {saved} {shapes}; use the same size.")
             mine.copy_(state[saved])
 
@@ -125,7 +126,7 @@ Memory = EmaCopy | FrozenCopy | Bank
 
 
 def fill(banks: list[Bank], embed: Callable[[Tensor], Tensor], batches: Any, gather: Callable[[Tensor], Tensor]) -> int:
-    """Fills empty banks with the embeddings of each view, until they are full or the batches end. Rows then held."""
+    """Fills empty banks with each view's embeddings until they are full or the batches end. Returns the rows filled."""
     size, pushed = max(len(bank.rows_KD) for bank in banks), 0
     for batch in batches:
         keys = [gather(embed(view)) for view in batch.views]

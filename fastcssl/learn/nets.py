@@ -1,7 +1,7 @@
-"""Encoders and their heads: how they are built, seeded and switched between training and evaluation.
+"""Builds and seeds encoders and their heads, and switches them between training and evaluation.
 
-encoders.py knows the names. A ResNet is torchvision's own class with `fc` an identity: its state dict loads strictly
-into `torchvision.models.resnet18()` treated alike, and the other way round.
+encoders.py has the names. A ResNet is torchvision's own class with `fc` replaced by an identity. Its state dict loads
+strictly into `torchvision.models.resnet18()` with the same replacement, and the other way round.
 """
 
 import copy
@@ -17,30 +17,31 @@ from torch.nn import functional
 
 from fastcssl.learn.encoders import EncoderConfig, untrained
 
-ANY_SIZE_PX = 224  # to build an encoder that takes images of any size
+ANY_SIZE_PX = 224  # for building an encoder that takes images of any size
 
 
 @contextmanager
 def seeded(seed: int, what: str) -> Iterator[None]:
-    """Inside, initial weights are drawn for one named part; parts do not shift each other, nor anyone else's draws."""
+    """Seeds the initial weights of one named part. Parts affect neither each other's draws nor any other draws."""
     digest = hashlib.blake2b(f"{what} {seed}".encode(), digest_size=8).digest()
-    # On the CPU, for weights that do not depend on the device. torch.manual_seed would also seed every GPU for good.
+    # On the CPU, so weights do not depend on the device. torch.manual_seed would also reseed every GPU permanently.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
         yield
 
 
 def build_encoder(config: EncoderConfig, seed: int, size_px: int = ANY_SIZE_PX) -> nn.Module:
-    """On the CPU, in train mode, with `num_features`, for images of `size_px`."""
+    """Returns an encoder for images of `size_px`, on the CPU, in train mode, with `num_features`."""
     with seeded(seed, "encoder"):
         return untrained(config, size_px)
 
 
 def mlp(dims: Sequence[int], *, norm: bool) -> nn.Sequential:
-    """Linear layers from dims[0] to dims[-1]; between two of them a BatchNorm, if asked for, and a ReLU.
+    """Returns linear layers from dims[0] to dims[-1], with a ReLU, and with `norm` a BatchNorm, between them.
 
-    `norm=False`, three dims: the projectors of MoCo and SimCLR. `norm=True`, three dims: BYOL's, and every predictor;
-    four dims: those of Barlow Twins and VICReg. Draw its weights inside `seeded`.
+    The projectors of MoCo and SimCLR have three dims and `norm=False`. BYOL's projector and every predictor have three
+    dims and `norm=True`. The projectors of Barlow Twins and VICReg have four dims and `norm=True`. Call this inside
+    `seeded`, which makes the weights reproducible.
     """
     if len(dims) < 2 or min(dims) < 1:
         raise ValueError(f"an MLP cannot have the dimensions {list(dims)}; give two or more, each at least 1.")
@@ -53,7 +54,7 @@ def mlp(dims: Sequence[int], *, norm: bool) -> nn.Sequential:
 
 
 class Online(nn.Module):
-    """What is trained: images -> (features h_NF, projection z_ND). MoCo's projection is of unit length."""
+    """The trained network: images -> (features h_NF, projection z_ND). `normalise` gives z unit length, for MoCo."""
 
     def __init__(self, encoder: nn.Module, projector: nn.Module, *, normalise: bool = False) -> None:
         super().__init__()
@@ -71,15 +72,16 @@ class Online(nn.Module):
 
 
 def activation_bytes(encoder: nn.Module, size_px: int, batch_size: int, dtype: torch.dtype) -> int:
-    """What autograd keeps of one forward pass for its backward, the images included and the weights not.
+    """Returns how many bytes autograd keeps from a forward pass for the backward pass.
 
-    Counted on the meta device: nothing is computed or allocated. An estimate: workspaces and gradients come on top.
+    This includes the images but not the weights. It is counted on the meta device, so nothing is computed or allocated.
+    It is an estimate: workspaces and gradients need more memory.
     """
-    # In eval mode a synchronised BatchNorm keeps the same and asks neither for a GPU nor for other ranks.
+    # In eval mode a synchronised BatchNorm keeps the same bytes and needs neither a GPU nor other ranks.
     ghost = copy.deepcopy(encoder).to("meta", dtype).eval()
     images = torch.empty(batch_size, 3, size_px, size_px, dtype=dtype, device="meta")
     weights = {tensor.untyped_storage()._cdata for tensor in (*ghost.parameters(), *ghost.buffers())}
-    kept = {}  # by storage: a tensor is often kept by two operations, or as a view
+    kept = {}  # by storage, because two operations often keep the same tensor, or a view of it
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -93,7 +95,7 @@ def activation_bytes(encoder: nn.Module, size_px: int, batch_size: int, dtype: t
 
 @contextmanager
 def mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Train or eval mode for a while. Afterwards each submodule has its own flag back, also where they differed."""
+    """Switches a module to train or eval mode inside a block, then restores the flag of each submodule."""
     flags = [(part, part.training) for part in module.modules()]
     module.train(training)
     try:
@@ -105,6 +107,7 @@ def mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def modes(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
+    """Does the same as `mode` for several modules."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(mode(module, training=training))

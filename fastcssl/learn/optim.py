@@ -1,9 +1,9 @@
-"""What moves the weights: LARS as the reference scripts run it, torch's SGD and AdamW, or NVIDIA apex's fused SGD.
+"""Builds the optimiser: LARS as in the reference scripts, torch's SGD and AdamW, or NVIDIA apex's fused SGD.
 
 LARS (You et al., arXiv:1708.03888) in its LARC form. For a weight w with gradient u and weight decay d:
     ratio = eta |w| / (|u| + d |w| + 1e-8), with clip min(ratio / lr, 1);    u <- (u + d w) ratio
-then SGD with momentum and no decay. Where |w| or |u| is zero, u stays as it is and there is no decay either.
-The learning rate is set from outside, by `set_lr`; schedule.py says to what.
+then SGD with momentum and no decay. Where |w| or |u| is zero, u does not change and there is no decay either.
+The caller sets the learning rate with `set_lr`, to the value that `lr_at` gives.
 """
 
 import importlib
@@ -31,20 +31,22 @@ _GROUP_KEYS = ("params", "name", "lr_scale", "weight_decay")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
+    """The settings of the optimiser and of the learning rate's schedule."""
+
     name: OptimizerName = "lars"
-    lr: float = 0.6  # for a global batch of 256, and in proportion for others
-    weight_decay: float = 1e-4  # of all tensors but those excluded
-    momentum: float = 0.9  # of lars and sgd
-    betas: tuple[float, float] = (0.9, 0.999)  # of adamw
-    eta: float = 0.02  # of lars
-    clip: bool = True  # of lars: it slows a tensor down but never speeds it up
-    exclude_bias_and_norm: bool = True  # 1-D tensors get neither LARS's scaling nor weight decay
-    implementation: OptimizerBackend = "foreach"  # apex: its FusedSGD, for sgd
+    lr: float = 0.6  # for a global batch of 256; scaled in proportion to the batch size
+    weight_decay: float = 1e-4  # of all tensors that are not excluded
+    momentum: float = 0.9  # for lars and sgd
+    betas: tuple[float, float] = (0.9, 0.999)  # for adamw
+    eta: float = 0.02  # for lars: the trust coefficient
+    clip: bool = True  # for lars: never raise a tensor's learning rate above lr
+    exclude_bias_and_norm: bool = True  # no LARS scaling and no weight decay for 1-D tensors
+    implementation: OptimizerBackend = "foreach"  # apex: FusedSGD of NVIDIA's apex, only for sgd
     schedule: Schedule = "warmup-cosine"
-    warmup_epochs: int = 10  # of each task
-    warmup_start_lr: float = 0.003  # not scaled with the batch, nor is min_lr
-    min_lr: float = 0.0  # at the end of a task
-    schedule_unit: ScheduleUnit = "epoch"  # step: the same curve, followed within epochs too
+    warmup_epochs: int = 10  # at the start of each task
+    warmup_start_lr: float = 0.003  # not scaled with the batch size
+    min_lr: float = 0.0  # at the end of a task; not scaled with the batch size
+    schedule_unit: ScheduleUnit = "epoch"  # step: update the learning rate within epochs too
 
     def __post_init__(self) -> None:
         for what, word, known in (
@@ -62,7 +64,7 @@ class OptimConfig:
             ("warmup_start_lr", self.warmup_start_lr),
             ("min_lr", self.min_lr),
         ):
-            if not 0 <= value < math.inf:  # nan is refused too
+            if not 0 <= value < math.inf:  # also rejects nan
                 raise ValueError(f"optim.{what} is {value}; it must be finite and at least 0.")
         for what, value in (("momentum", self.momentum), *(("betas", beta) for beta in self.betas)):
             if not 0 <= value < 1:
@@ -77,9 +79,9 @@ class OptimConfig:
 
 
 class Lars(torch.optim.Optimizer):
-    """A group with adapt=False is plain SGD, weight decay included. The host never waits for the device.
+    """LARS in its LARC form. A group with adapt=False gets plain SGD, including weight decay.
 
-    Gradients must be unscaled by the time of the step, which GradScaler sees to by itself.
+    The host never waits for the device. Gradients must be unscaled before the step; GradScaler does this.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Lars(torch.optim.Optimizer):
 def _lars_updates(
     params: list[Tensor], grads: list[Tensor], *, lr: float, weight_decay: float, eta: float, clip: bool
 ) -> list[Tensor]:
-    """lars_update_plain for all tensors at once (P of them share a device and a type), the norms staying there."""
+    """Does lars_update_plain for all tensors together, on their device. P tensors share a device and a type."""
     updates = list(torch._foreach_add(grads, params, alpha=weight_decay))
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, param in enumerate(params):
@@ -145,7 +147,7 @@ def _lars_updates(
         ratio_P = eta * weight_P / (gradient_P + weight_decay * weight_P + _EPS)
         if clip:
             ratio_P = (ratio_P / lr).clamp(max=1)
-        # No gradient: 0 also undoes the decay added above. No weight: that decay was zero.
+        # For a zero gradient, 0 also cancels the decay added above. For a zero weight, that decay was zero.
         ratio_P = torch.where(gradient_P == 0, 0.0, ratio_P)
         ratio_P = torch.where(weight_P == 0, 1.0, ratio_P)
         torch._foreach_mul_([updates[n] for n in numbers], ratio_P.unbind())
@@ -155,7 +157,7 @@ def _lars_updates(
 def lars_update_plain(
     weight: Tensor, gradient: Tensor, *, lr: float, weight_decay: float, eta: float, clip: bool
 ) -> Tensor:
-    """What LARS makes of one gradient ahead of momentum: the definition, in numbers on the host."""
+    """Returns LARS's update of one gradient before momentum. This is the definition, computed on the host."""
     weight_norm, gradient_norm = float(weight.norm()), float(gradient.norm())
     if weight_norm == 0 or gradient_norm == 0:
         return gradient.clone()
@@ -166,9 +168,10 @@ def lars_update_plain(
 
 
 def build_optimizer(groups: Sequence[Mapping[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    """Each group: its params and name; if wanted, lr_scale (a factor on every lr that is set) and its own weight_decay.
+    """Returns the optimiser of a configuration for these groups of parameters.
 
-    Where 1-D tensors are excluded, those of a group become another one, called "NAME 1-D".
+    Each group has `params` and a `name`. It may have its own `weight_decay`, and an `lr_scale`, a factor on every
+    learning rate that is set. Where 1-D tensors are excluded, those of a group form a second group, called "NAME 1-D".
     """
     split = [part for group in groups for part in _split(group, config)]
     if not split:
@@ -208,14 +211,14 @@ def _make(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Opti
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, foreach=not fused, fused=fused)
     if config.implementation == "apex":
         return _apex_sgd(groups, config)
-    # Not fused: a first step that GradScaler skips would leave its momentum uninitialised, and a parameter whose first
-    # gradient comes late would stop it.
+    # Not fused: if GradScaler skips the first step, fused SGD leaves its momentum uninitialised, and it fails on a
+    # parameter whose first gradient comes late.
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
 
 
 def _apex_sgd(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
     for param in (param for group in groups for param in group["params"]):
-        # It would pass over other types without a word.
+        # FusedSGD silently ignores other types.
         if param.device.type == "cpu" or param.dtype not in (torch.float32, torch.float16):
             raise UserError(
                 f"apex's FusedSGD takes float32 and float16 parameters on a GPU, but one is {param.dtype} on "
@@ -224,9 +227,9 @@ def _apex_sgd(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.
     try:
         fused_sgd = importlib.import_module("apex.optimizers").FusedSGD
         optimizer: torch.optim.Optimizer = fused_sgd(groups, lr=config.lr, momentum=config.momentum)
-    except Exception as error:  # PyPI's package and half-built ones fail in every way
+    except Exception as error:  # PyPI's package and incomplete builds fail in many ways
         raise UserError(
-            "--optim.implementation apex needs FusedSGD of NVIDIA's apex with its CUDA extensions, and trying it gave "
+            "--optim.implementation apex needs FusedSGD of NVIDIA's apex with its CUDA extensions, but it failed with "
             f"{type(error).__name__}: {error}. PyPI's 'apex' is an unrelated package: uninstall that and build "
             "https://github.com/NVIDIA/apex from source (APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install "
             "--no-build-isolation .), or use --optim.implementation foreach."
@@ -235,23 +238,24 @@ def _apex_sgd(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.
 
 
 def _fit_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A saved state belongs to groups of the same names, and goes on with this machine's way of computing."""
+    """Checks that a saved state has the same groups, and makes it use this machine's foreach or fused setting."""
     saved, names = (
         [group.get("name") for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
     )
     if saved != names:
-        raise ValueError(f"The saved optimiser has the groups {saved}, this one {names}; it cannot go on.")
+        raise ValueError(f"The saved optimiser has the groups {saved}, this one has {names}; it cannot continue.")
     here = {key: optimizer.defaults[key] for key in ("foreach", "fused") if key in optimizer.defaults}
     return {**state, "param_groups": [{**group, **here} for group in state["param_groups"]]}
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of every group, times the group's `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
 
 def describe(optimizer: torch.optim.Optimizer) -> str:
-    """Which optimiser really runs, for the header of a run."""
+    """Returns the name of the optimiser that really runs, for the header of a run."""
     kind, group = type(optimizer), optimizer.param_groups[0]
     if isinstance(optimizer, Lars):
         return "LARS (foreach)"
@@ -265,21 +269,23 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
 
 
 def lr_peak(config: OptimConfig, batch_size: int) -> float:
-    """`batch_size` is global. Only this is scaled, neither warmup_start_lr nor min_lr."""
+    """Returns the peak learning rate for a global batch size. warmup_start_lr and min_lr are not scaled."""
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1.")
     return config.lr * batch_size / 256
 
 
 def lr_at(config: OptimConfig, peak: float, epoch: float, num_epochs: int) -> float:
-    """`epoch` counts from the start of the task; its fraction counts only where schedule_unit is "step".
+    """Returns the learning rate at a point in a task.
 
-    warmup-cosine is Lightning Bolts' curve. With w warm-up epochs a line leads from warmup_start_lr in epoch 0 to the
-    peak in epoch w - 1, so epochs w - 1 and w both have the peak; then half a cosine reaches min_lr at num_epochs.
-    With w = 1 epoch 0 has warmup_start_lr and epoch 1 the peak; with w = 0 it is cosine (Bolts would still start low).
-    A task of w epochs or fewer ends within the warm-up, which is not compressed. cosine has no warm-up.
-    The peak is the highest that ever is: a warmup_start_lr or min_lr above it counts as the peak.
-    Past num_epochs the rate stays where it ended.
+    `epoch` counts from the start of the task. Its fraction matters only where schedule_unit is "step".
+
+    warmup-cosine is Lightning Bolts' curve. With w warm-up epochs, a line leads from warmup_start_lr in epoch 0 to the
+    peak in epoch w - 1, so epochs w - 1 and w both have the peak. Then half a cosine reaches min_lr at num_epochs.
+    With w = 1, epoch 0 has warmup_start_lr and epoch 1 has the peak. With w = 0, the curve is cosine (Bolts would still
+    start low). A task of w epochs or fewer ends within the warm-up, which is not compressed. cosine has no warm-up.
+    The rate never exceeds the peak: a warmup_start_lr or min_lr above the peak counts as the peak.
+    After num_epochs the rate keeps its final value.
     """
     if num_epochs < 1 or not 0 <= epoch < math.inf:
         raise ValueError(f"epoch is {epoch} of {num_epochs}; it must be finite and at least 0, of at least 1.")
@@ -290,7 +296,7 @@ def lr_at(config: OptimConfig, peak: float, epoch: float, num_epochs: int) -> fl
     if at < num_warmup:
         start = min(config.warmup_start_lr, peak)
         return min(start + at * (peak - start) / max(num_warmup - 1, 1), peak)
-    if at == num_warmup:  # which may be the end too: then there is no cosine
+    if at == num_warmup:  # may also be the end; then there is no cosine
         return peak
     end = min(config.min_lr, peak)
     return end + (peak - end) * (1 + math.cos(math.pi * (at - num_warmup) / (num_epochs - num_warmup))) / 2

@@ -1,4 +1,4 @@
-"""The number type that a step computes in, and where a shorter one cannot be trusted."""
+"""Chooses the number type in which a step computes, and detects networks for which bfloat16 is unsafe on CPUs."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ Precision = Literal["auto", "bf16", "fp16", "fp32"]
 
 
 def amp_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
-    """What autocast computes in; None for float32 throughout."""
+    """Returns the type in which autocast computes, or None for float32 throughout."""
     if precision == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
@@ -22,10 +22,10 @@ def amp_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
 
 @torch.no_grad()
 def strides_over_a_pixel(encoder: nn.Module, size_px: int) -> bool:
-    """Whether a strided convolution sees maps of one pixel.
+    """Returns whether a strided convolution gets maps of one pixel.
 
-    Its weights' gradient is uninitialised memory in bfloat16 on CPUs, wherever the kernel only meets padding (seen in
-    torch 2.14.1: 3x3, stride 2).
+    For such a convolution in bfloat16 on CPUs, the weights' gradient is uninitialised memory wherever the kernel covers
+    only padding (seen in torch 2.14.1: 3x3, stride 2).
     """
     found = []
 

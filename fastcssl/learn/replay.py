@@ -1,11 +1,11 @@
-"""Replay: samples of earlier tasks, chosen once, read from their shards again and augmented anew at each visit.
+"""Replays samples of earlier tasks. They are read from their shards again, with new augmentations at each visit.
 
-Which: each sample has a number in [0, 1), a hash of (seed, id); the `budget` smallest of all earlier tasks are kept.
-So every earlier sample is as likely as any other, labels are not looked at, and what is kept of a task only shrinks
-as more tasks end. Nothing but ids is stored.
+Which samples: each sample has a number in [0, 1), a hash of (seed, id). The samples with the `budget` smallest numbers
+of all earlier tasks are kept. So every earlier sample is equally likely, labels play no role, and the share kept of a
+task only shrinks as more tasks end. Only ids are stored.
 
-When: an endless stream of global batches as large as the training's, every sample once a pass, each pass in an order
-of its own. Its position is part of a checkpoint.
+When: replay is an endless stream of global batches of the same size as in training. Each pass visits every sample once,
+in a new order. The position in the stream is part of a checkpoint.
 
 B samples kept, N in a batch on this rank.
 """
@@ -34,36 +34,36 @@ def choice(task: CurrentTask, tasks: tuple[int, ...], budget: int, seed: int) ->
 
 
 def as_inputs(batch: Batch, dtype: torch.dtype, rows: slice = slice(None)) -> Inputs:
-    """Returns rows of a batch for a step. They live no longer than the batch, unless the dtype is another."""
+    """Returns rows of a batch for a step. Unless the dtype differs, they share memory with the batch."""
     views = tuple(view[rows].to(dtype) for view in batch.views)
     return Inputs(views=views, label=batch.label[rows], id=batch.id[rows])
 
 
 class Replay:
-    """What is kept, and where the stream stands. A part of a checkpoint."""
+    """The ids that are kept, and the position of the stream. Both are part of a checkpoint."""
 
     def __init__(self) -> None:
         self.id_B = torch.zeros(0, dtype=torch.int64)  # sorted
-        self.batch = 0  # the one that the next row comes from
-        self._row = 0  # of that batch, the next one
+        self.batch = 0  # the batch that the next row comes from
+        self._row = 0  # the next row of that batch
         self._task: CurrentTask | None = None
         self._batches: Iterator[Batch] | None = None
         self._held: Batch | None = None
 
     def begin(self, task: CurrentTask) -> None:
-        """Starts anew. The stream opens when it is first asked for: a checkpoint's position may come before."""
+        """Starts a new stream. It opens at the first `next`, so a position may still be loaded from a checkpoint."""
         self.close()
         self._task, self.batch, self._row = task, 0, 0
 
     @property
     def epoch(self) -> int:
-        """Returns the number under which the task's replayed samples are drawn."""
+        """The epoch number with which the task's replayed samples are drawn."""
         assert self._task is not None
         return Reserved.REPLAY_EPOCH + self._task.index
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def next(self, like: Inputs) -> Inputs:
-        """Returns as many samples, in the same precision: a batch, or a part for a micro-batch. Until the next call."""
+        """Returns as many replayed samples as `like` has, in its precision. They are valid until the next call."""
         parts, missing = [], len(like.label)
         while missing:
             batch = self._current()
@@ -89,7 +89,7 @@ class Replay:
         return self._held
 
     def close(self) -> None:
-        """Closes the stream; it opens again where it stood."""
+        """Closes the stream. It reopens at the same position."""
         if self._batches is not None:
             self._batches.close()  # type: ignore[attr-defined]
         self._batches = self._held = None

@@ -1,4 +1,4 @@
-"""One optimisation step: the module that DDP wraps (views in, named loss terms out), and what is done around it."""
+"""Defines one optimisation step: the module that DDP wraps, and the forward and backward pass around it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,8 +14,11 @@ from fastcssl.learn.strategies import Strategy
 
 
 class Step(nn.Module):
-    """It holds the parameters that are trained and nothing else: banks, frozen and slow copies live outside, because
-    DDP must neither broadcast them nor expect gradients. Built anew for each task: a strategy's parameters may grow.
+    """Computes named loss terms from views. DDP wraps this module.
+
+    It holds only the parameters that are trained. Banks, frozen and slow copies live outside, because DDP must neither
+    broadcast them nor expect gradients for them. A new Step is built for each task, because a strategy may add
+    parameters.
     """
 
     def __init__(self, method: Method, strategy: Strategy) -> None:
@@ -26,7 +29,7 @@ class Step(nn.Module):
         return self.strategy.terms(self.method, inputs)
 
     def groups(self) -> list[dict[str, Any]]:
-        """For the optimiser. The strategy's own parameters are a group, as in the references."""
+        """Returns the parameter groups for the optimiser. As in the references, the strategy has its own group."""
         own = [p for p in self.strategy.parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [
             {"name": "method", "params": [p for p in self.method.parameters() if p.requires_grad]}
@@ -37,7 +40,7 @@ class Step(nn.Module):
 
 
 def wrapped_for_ranks(step: Step, world: World, device: torch.device) -> nn.Module:
-    """Nothing is broadcast in a step: BatchNorm is synchronised, so the buffers are equal anyway."""
+    """Returns the step, in DDP if there are several ranks. BatchNorm is synchronised, so no buffers are broadcast."""
     if world.size == 1:
         return step
     return DistributedDataParallel(
@@ -49,6 +52,7 @@ def wrapped_for_ranks(step: Step, world: World, device: torch.device) -> nn.Modu
 
 
 def micro_batches(inputs: Inputs, count: int) -> Iterator[Inputs]:
+    """Splits the inputs into `count` parts."""
     parts = [view.chunk(count) for view in inputs.views]
     for number, (label, sample_id) in enumerate(zip(inputs.label.chunk(count), inputs.id.chunk(count), strict=True)):
         yield Inputs(views=tuple(part[number] for part in parts), label=label, id=sample_id)
@@ -63,7 +67,7 @@ def optimise(
     accumulate: int = 1,
     amp_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the terms, averaged over micro-batches, still on the device."""
+    """Does one step of the optimiser and returns the loss terms, averaged over micro-batches, on the device."""
     optimizer.zero_grad(set_to_none=True)
     sums: dict[str, Tensor] = {}
     device_type = inputs.label.device.type

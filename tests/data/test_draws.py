@@ -105,7 +105,7 @@ def test_avalanche(word: int) -> None:
 
 
 def test_bad_counters_are_refused() -> None:
-    with pytest.raises(ValueError, match="seed = -1: give a whole number"):
+    with pytest.raises(ValueError, match="seed = -1: give an integer"):
         number(-1, 0, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="epoch = "):
         number(0, 2**64, 0, 0, 0, 0)

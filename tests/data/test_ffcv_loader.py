@@ -357,7 +357,7 @@ def test_files_that_are_not_what_the_table_says(folder: Path, tmp_path: Path) ->
     train[2].write_bytes(swapped[:-100])
     found = FfcvBackend(data, config())
     before = threading.active_count()
-    with pytest.raises(LoaderError, match="other samples than the table says"):
+    with pytest.raises(LoaderError, match="does not hold the samples that the table lists"):
         next(found.run(plan_of(data, (0,)), 0))
     with pytest.raises(LoaderError, match="unfinished or damaged"):
         next(found.run(plan_of(data, (2,)), 0))

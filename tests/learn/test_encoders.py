@@ -157,7 +157,7 @@ def test_the_file_of_a_vit(tmp_path: Path) -> None:
     assert said["architecture"] == "vit-tiny-w32" and said["built_for_px"] == "16" and said["num_features"] == "32"
     loaded, x = load_encoder(path), torch.randn(2, 3, 16, 16)
     assert torch.equal(loaded(x), vit.eval()(x)) and loaded.size_px == 16
-    with pytest.raises(ValueError, match="sets 'built_for_px' by itself"):
+    with pytest.raises(ValueError, match="save_encoder sets 'built_for_px' itself"):
         save_encoder(path, vit, FROZEN, {"built_for_px": "16"})
     with pytest.raises(ValueError, match=r"is not a vit-tiny-w64: .*without wrappers"):
         save_encoder(path, vit, EncoderConfig(name="vit-tiny-w64"), {})
@@ -196,7 +196,7 @@ def test_unknown_names(name: str, says: str) -> None:
 def test_freezing_needs_a_patch_embedding() -> None:
     with pytest.raises(ValueError, match=r"resnet50 has no patch embedding; leave encoder.freeze_patch_embedding off"):
         EncoderConfig(name="resnet50", freeze_patch_embedding=True)
-    with pytest.raises(UserError, match=r"torchvision:squeezenet1_1 has no patch embedding that is known"):
+    with pytest.raises(UserError, match=r"torchvision:squeezenet1_1 has no known patch embedding"):
         build_encoder(EncoderConfig(name="torchvision:squeezenet1_1", freeze_patch_embedding=True), 0, 32)
 
 
@@ -297,7 +297,7 @@ def test_timms_models(tmp_path: Path) -> None:
         assert torch.equal(load_encoder(tmp_path / "encoder")(x), encoder.eval()(x))
     with pytest.raises(ValueError, match=r"Did you mean timm:vit_tiny_patch16_224"):
         EncoderConfig(name="timm:vit_tiny_patch16_22")
-    with pytest.raises(UserError, match=r"timm:resnet10t has no patch embedding that is known"):
+    with pytest.raises(UserError, match=r"timm:resnet10t has no known patch embedding"):
         build_encoder(EncoderConfig(name="timm:resnet10t", freeze_patch_embedding=True), 0, 32)
 
 

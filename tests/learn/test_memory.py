@@ -307,7 +307,7 @@ def test_no_row_is_written_twice_in_one_push(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_bank_of_another_shape_is_refused(key: str) -> None:
     bank = Bank(5, 2, view=0)
     state = bank.state_dict() | {key: torch.zeros(4, 2, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=rf"the saved bank has {key} \[4, 2\], this one"):
+    with pytest.raises(ValueError, match=rf"the saved bank has {key} \[4, 2\], this one has"):
         bank.load_state_dict(state)
 
 

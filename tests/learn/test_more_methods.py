@@ -189,7 +189,7 @@ def test_a_batch_of_one_label_leaves_no_negatives(lab: Any) -> None:
 
 def test_labels_are_needed_to_exclude_them() -> None:
     config = strategies.find("pnr").Config(exclude_same_label=True)
-    with pytest.raises(UserError, match="simclr does not know labels"):
+    with pytest.raises(UserError, match="simclr does not use labels"):
         strategies.find("pnr").check(config, methods.find("simclr"))
     strategies.find("pnr").check(config, methods.find("supcon"))
 

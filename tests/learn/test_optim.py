@@ -345,7 +345,7 @@ def test_a_state_from_another_machine_computes_this_machines_way() -> None:
 def test_a_state_of_other_groups_is_refused() -> None:
     saved = build_optimizer([{"params": parameters(), "name": "encoder"}], OptimConfig()).state_dict()
     optimizer = build_optimizer([{"params": parameters(), "name": "head"}], OptimConfig())
-    with pytest.raises(ValueError, match=r"saved optimiser has the groups \['encoder', 'encoder 1-D'\], this one"):
+    with pytest.raises(ValueError, match=r"saved optimiser has the groups \['encoder', 'encoder 1-D'\], this one has"):
         optimizer.load_state_dict(saved)
 
 

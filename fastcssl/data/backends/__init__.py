@@ -1,8 +1,8 @@
-"""Prepared data -> batches of augmented views. One file a back end, one contract, imported on demand.
+"""Defines the contract of the back ends, which decode and crop. Each back end is one file, imported on demand.
 
-A back end does the geometry: it decodes each sample once and resizes each view's box to uint8 crops. Everything that
-must not differ between back ends is done here for all of them: the order of samples, the random draws, ranks, padding,
-resuming, the replacement of corrupt samples (`stream.py`, `plan.py`), and the photometry (`fastcssl.data.augment`).
+A back end does the geometry: it decodes each sample once and resizes each view's box to uint8 crops. `fastcssl.data`
+does everything that must not differ between back ends: the order of samples, ranks and padding (`order.py`), the random
+draws (`draws.py`), resuming and the replacement of corrupt samples (`loader.py`), and the photometry (`augment.py`).
 """
 
 import importlib
@@ -25,14 +25,14 @@ from fastcssl.errors import UserError
 
 
 class LoaderError(UserError):
-    """Something could not be loaded."""
+    """Raised when data cannot be loaded, or a loader cannot be set up."""
 
     everywhere = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalBatch:
-    """What this rank loads for one batch. N rows; V views."""
+    """The samples that this rank loads for one batch, and their random draws. N rows, V views."""
 
     number: int  # of the batch in its epoch
     row_N: npt.NDArray[np.int64]  # of the sample table; padded rows repeat a real one
@@ -44,18 +44,18 @@ class LocalBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Crops:
-    """A local batch's geometry, done. Its buffers live until the back end's iterator is advanced or closed."""
+    """The finished crops of a local batch. The buffers are valid until the back end's iterator advances or closes."""
 
-    # One a view: uint8 [N, size, size, 3], in host memory or on the training device; empty when views_V is set.
+    # One per view: uint8 [N, size, size, 3], in host memory or on the training device; empty when views_V is set.
     crops_V: list[torch.Tensor]
-    # Rows whose image could not be decoded -> why. Their pixels are undefined.
+    # The rows whose image could not be decoded, with the reason. Their pixels are undefined.
     faults: dict[int, str] = field(default_factory=dict)
-    # Set by a back end that has also done the photometry: one a view, [N, 3, size, size], normalised.
+    # Set by a back end that also does the photometry: one per view, [N, 3, size, size], normalised.
     views_V: list[torch.Tensor] | None = None
 
 
 class LocalPlan(Protocol):
-    """The batches of one epoch for this rank. Cheap to ask for, in any order, more than once."""
+    """The batches of one epoch for this rank. Access is cheap, in any order, and may be repeated."""
 
     def __len__(self) -> int: ...
 
@@ -64,41 +64,43 @@ class LocalPlan(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendConfig:
+    """The settings that a back end gets from its loader."""
+
     policy: Policy
     local_batch_size: int
     num_threads: int
     device: torch.device
     dtype: torch.dtype  # of the finished views
-    augment: Literal["fused", "torch", "dali"]  # who does the photometry; "dali" must be done inside (views_V)
-    prefetch: int = 3  # batches under way
+    augment: Literal["fused", "torch", "dali"]  # which code does the photometry; "dali": the back end (views_V)
+    prefetch: int = 3  # batches in progress
 
 
 class Backend(Protocol):
-    """Lives as long as the loader: threads, buffers, compiled code and open shards serve task after task."""
+    """Lives as long as its loader and reuses threads, buffers, compiled code and open shards from task to task."""
 
     name: ClassVar[str]
-    formats: ClassVar[tuple[str, ...]]  # that it reads, best first
+    formats: ClassVar[tuple[str, ...]]  # the formats that it reads, best first
 
     def __init__(self, data: Prepared, config: BackendConfig) -> None: ...
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
-        """Batches `first`, `first` + 1, ... of the plan, prefetching. Closing the iterator drops what is under way."""
+        """Yields batches `first`, `first` + 1, ... of the plan, prefetching. Closing drops the batches in progress."""
         ...
 
     def fetch(self, row: int, box_V4: npt.NDArray[np.float32]) -> list[torch.Tensor]:
-        """One sample's crops at once, [size, size, 3] a view; raises LoaderError when it cannot be decoded."""
+        """Returns one sample's crops, one [size, size, 3] per view. Raises LoaderError when it cannot be decoded."""
         ...
 
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds of its threads so far by stage (`runs.timing.LOADER`), added up; empty: it keeps no clocks."""
+        """Returns the threads' total seconds per stage (`runs.timing.LOADER`) so far; empty if it does not time."""
         ...
 
     def close(self) -> None:
-        """Ends threads and processes. Idempotent."""
+        """Ends threads and processes. May be called more than once."""
         ...
 
 
-# What to install for a back end whose package is missing.
+# How to install the package that a back end needs.
 INSTALL = {
     "dali": 'pip install "fastcssl[dali]"',
     "ffcv": 'apt install libopencv-dev libturbojpeg0-dev pkg-config; pip install "fastcssl[ffcv]"',
@@ -106,7 +108,7 @@ INSTALL = {
 
 
 def usual_threads() -> int:
-    """One a core that this process may use; torchrun's processes on one machine share them."""
+    """Returns the default number of threads: one per usable core. The ranks on one machine share the cores."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -122,7 +124,7 @@ def backends() -> tuple[str, ...]:
 
 
 def backend(name: str) -> type[Backend]:
-    """The class `BACKEND` of a back end's module."""
+    """Returns the class `BACKEND` of a back end's module."""
     if name not in backends():
         raise LoaderError(f"'{name}' is not a loader. Choose from {', '.join(backends())}.")
     try:
@@ -135,7 +137,7 @@ def backend(name: str) -> type[Backend]:
 
 
 def choose(data: Prepared, name: str = "auto") -> type[Backend]:
-    """`auto`: native for tar, resident for array, ffcv for .beton alone."""
+    """Returns the back end of a name. `auto` is resident for array, else native for tar, else ffcv for .beton."""
     formats = data.manifest.formats
     if name == "auto":
         name = "resident" if "array" in formats else "native" if "tar" in formats else "ffcv"

@@ -1,13 +1,15 @@
-"""NVIDIA DALI: decode once, crop and resize each view, on the CPU or the GPU; with --augment dali the photometry too.
+"""Loads with NVIDIA DALI, which decodes once and crops each view on the CPU or the GPU.
 
-DALI's own readers can neither give our order nor resume, so encoded bytes enter from our index: a few Python threads
-read a batch ahead, DALI's `external_source` asks for it, and DALI works on `prefetch` batches at once. The pipeline is
-built once; a run that is closed early is drained, so that the next one starts clean.
+With --augment dali, DALI also does the photometry. DALI's own readers can neither follow our order nor resume, so we
+read the encoded bytes from our index: a few Python threads read batches ahead, DALI's `external_source` asks for them,
+and DALI works on `prefetch` batches at the same time. The pipeline is built once. A run that is closed early is
+drained, so that the next one starts clean.
 
-Damage. DALI raises for a file that ends too early or is no image, and the batch is lost; it says nothing to its caller
-about bad entropy data, not even where libjpeg gives up. So every sample is checked when the loader meets it first, by
-an entropy decode of ours (about two thirds of a decode, once in the loader's life; nothing cheaper finds all of it).
-Should a batch fail all the same, its samples are tried one by one, and the batch is run again without the culprits.
+Damage: DALI raises an error for a file that ends too early or is not an image, and the batch is lost. It does not
+report bad entropy data at all, not even where libjpeg gives up. Therefore we decode the entropy-coded data of every
+sample when the loader meets it for the first time. This costs about two thirds of a decode, once per loader; nothing
+cheaper finds all damage. If a batch fails nevertheless, its samples are tried one by one, and the batch runs again
+without those that failed.
 
 N samples, V views.
 """
@@ -36,10 +38,10 @@ from fastcssl.data.prepared import Prepared
 
 Bytes = npt.NDArray[np.uint8]
 
-# Decoded in place of a sample that cannot be.
+# Decoded in place of a sample that cannot be decoded.
 _STAND_IN_PX = 16
 _STAND_IN: Bytes = np.frombuffer(_codec.encode(np.zeros((_STAND_IN_PX, _STAND_IN_PX, 3), np.uint8), 90), np.uint8)
-# What DALI raises for data that it cannot process; its message then has the cause in its last lines.
+# The errors that DALI raises for data that it cannot process. The last lines of the message name the cause.
 _DALI_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
 
 _CLOSED = "This loader is closed. Open another."
@@ -47,7 +49,7 @@ _CLOSED = "This loader is closed. Open another."
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Work:
-    """A batch on its way through DALI, which does not copy what it is fed."""
+    """A batch on its way through DALI. It keeps the inputs alive, because DALI does not copy them."""
 
     row_N: npt.NDArray[np.int64]
     encoded_N: list[Bytes]
@@ -60,11 +62,11 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _Feed:
-    """DALI's source. It does not know the pipeline: in a cycle of references, that would outlive its last use."""
+    """DALI's source. It holds no reference to the pipeline: a reference cycle would keep that alive after use."""
 
     inputs_of: Callable[[_Work], GraphInputs]
     works: Iterator[_Work] = field(default_factory=lambda: iter(()))
-    again: deque[_Work] = field(default_factory=deque)  # what a broken pipeline had under way
+    again: deque[_Work] = field(default_factory=deque)  # the batches that were in progress in a broken pipeline
     under_way: deque[_Work] = field(default_factory=deque)
 
     def __call__(self) -> GraphInputs:
@@ -73,14 +75,14 @@ class _Feed:
             work.inputs = self.inputs_of(work)
         except StopIteration:
             raise
-        except Exception as error:  # not to be taken for one of DALI's
+        except Exception as error:  # keeps it distinct from DALI's own errors
             raise LoaderError(f"The next batch cannot be made ({type(error).__name__}: {error}).") from error
         self.under_way.append(work)
         return work.inputs
 
 
 class _Engine:
-    """A pipeline, built when it is first needed, and what it is fed with."""
+    """A pipeline, built when it is first needed, and the feed of its inputs."""
 
     def __init__(
         self, make: Callable[[_Feed], nvidia.dali.pipeline.Pipeline], inputs_of: Callable[[_Work], GraphInputs]
@@ -95,13 +97,13 @@ class _Engine:
         self._feed.works = works
 
     def next(self) -> tuple[_Work, list[torch.Tensor]]:
-        """The oldest batch under way. Its tensors are DALI's own memory, which lives as long as they do."""
-        self._pipeline.schedule_run()  # the first time `depth` batches, then one more
+        """Returns the oldest batch in progress. Its tensors share DALI's memory and keep it alive."""
+        self._pipeline.schedule_run()  # schedules `depth` batches the first time, then one more each time
         outputs = self._pipeline.outputs()
         return self._feed.under_way.popleft(), [from_dlpack(output.as_tensor()) for output in outputs]
 
     def restart(self) -> _Work:
-        """After an error DALI calls its pipeline invalid: a new one takes over. Returns the batch that failed."""
+        """Replaces the pipeline, which DALI invalidates after an error, and returns the batch that failed."""
         self.drop()
         feed = self._feed
         feed.again.extendleft(reversed(feed.under_way))
@@ -110,12 +112,12 @@ class _Engine:
         return feed.again[0]
 
     def end(self) -> None:
-        """Waits for what is under way and drops it."""
+        """Waits for the batches in progress and drops them."""
         self._feed.again.clear()
         self._feed.works = iter(())
         if self._pipeline is not None:
             try:
-                self._pipeline.schedule_run()  # finds no more batches, which is how DALI is told that an epoch ends
+                self._pipeline.schedule_run()  # finds no more batches, which tells DALI that the epoch ends
                 while True:
                     self._pipeline.outputs()
             except StopIteration:
@@ -125,7 +127,7 @@ class _Engine:
         self._feed.under_way.clear()
 
     def drop(self) -> None:
-        self._pipeline = None  # its last reference: DALI ends its threads
+        self._pipeline = None  # drops the last reference, so DALI ends its threads
 
 
 class DaliBackend:
@@ -135,8 +137,8 @@ class DaliBackend:
     def __init__(self, data: Prepared, config: BackendConfig) -> None:
         self._data, self._config, self._policy = data, config, config.policy
         self._augments = config.augment == "dali"
-        self._is_sound_S = np.zeros(len(data.table), np.bool_)  # rows that passed the check
-        self._damage_of: dict[int, str] = {}  # rows that did not, or that DALI refused
+        self._is_sound_S = np.zeros(len(data.table), np.bool_)  # the rows that passed the check
+        self._damage_of: dict[int, str] = {}  # the rows that failed it, or that DALI rejected
         self._readers = ThreadPoolExecutor(config.num_threads, thread_name_prefix="dali-read")
         self._is_running = self._is_closed = False
         self._engine = self._make_engine(config.local_batch_size, config.num_threads, config.prefetch, self._augments)
@@ -198,7 +200,7 @@ class DaliBackend:
         return Crops(crops_V=[], faults=work.faults, views_V=views_V)
 
     def _leave_out_culprits(self, work: _Work, error: Exception) -> None:
-        """Finds the samples because of which a batch failed, one by one."""
+        """Tries the samples of a failed batch one by one and leaves out those that fail."""
         found = 0
         for place, row in enumerate(work.row_N.tolist()):
             if place in work.faults:
@@ -216,7 +218,7 @@ class DaliBackend:
         work.was_retried = True
 
     def _works(self, plan: LocalPlan, first: int) -> Iterator[_Work]:
-        """Batches with their bytes, read and checked by the threads `prefetch` batches before DALI asks for them."""
+        """Yields batches with their bytes. Threads read and check them `prefetch` batches before DALI asks for them."""
         ahead: deque[tuple[LocalBatch, list[Future[list[Bytes | str]]]]] = deque()
         upcoming = iter(range(first, len(plan)))
         try:
@@ -232,7 +234,7 @@ class DaliBackend:
                 work = _Work(
                     row_N=batch.row_N,
                     encoded_N=[_STAND_IN if isinstance(loaded, str) else loaded for loaded in loaded_N],
-                    box_VN4=batch.box_VN4.copy(),  # the plan's own is kept for others
+                    box_VN4=batch.box_VN4.copy(),  # the plan keeps its own for other callers
                     columns_VNC=batch.columns_VNC,
                     faults={},
                 )
@@ -271,12 +273,12 @@ class DaliBackend:
         return [self._load(row) for row in row_N.tolist()]
 
     def _load(self, row: int) -> Bytes | str:
-        """A sample's JPEG, or what is wrong with it."""
+        """Returns a sample's JPEG, or a description of what is wrong with it."""
         if row in self._damage_of:
             return self._damage_of[row]
         try:
             encoded = self._read(row)
-        except OSError as error:  # may pass: it is read again when its turn comes again
+        except OSError as error:  # may be temporary, so the next visit reads the sample again
             return self._named(row, error)
         if not self._is_sound_S[row]:
             try:
@@ -297,7 +299,7 @@ class DaliBackend:
         return content
 
     def _check(self, row: int, encoded: bytes) -> None:
-        """Reads the size, then all entropy-coded data, without the pixel work of a whole decode."""
+        """Checks the size, then decodes all entropy-coded data without the pixel work of a full decode."""
         sample = self._data.table[row]
         with Image.open(io.BytesIO(encoded)) as image:
             if image.size != (int(sample["width"]), int(sample["height"])):
@@ -327,7 +329,7 @@ def _leave_out(work: _Work, place: int, reason: str) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """DALI's message without the trace through our graph."""
+    """Returns DALI's message without the trace through our graph."""
     lines = str(error).rpartition("encountered:")[2].splitlines()
     said = [line.strip(" :") for line in lines if line.strip() and "no longer valid" not in line]
     return said[0] if said else "DALI cannot decode it"

@@ -1,9 +1,9 @@
-"""The DALI graph of a policy: decode once, then for each view crop, resize and, when asked for, the photometry.
+"""Builds the DALI graph of a policy: decode once, then crop and resize each view, with the photometry if requested.
 
-One function for both devices. Everything random comes in from outside (`inputs_of`), as boxes and photometric columns;
-DALI draws nothing. The photometry is csrc/views/photometric.h's, written with DALI's arithmetic, because its colour
-operators work in another colour space, in a fixed order and without the clamp between two of them, and because it has
-no solarize. Where an `if` asks for a sample's number, DALI splits the batch, and merges it after.
+The same function builds the graph for both devices. All random choices are inputs (`inputs_of`): boxes and photometric
+columns. DALI draws nothing itself. The photometry is that of csrc/views/photometric.h, written with DALI's arithmetic,
+because DALI's colour operators work in another colour space, in a fixed order and without clamping in between, and
+because DALI has no solarize. Where an `if` tests a value of a sample, DALI splits the batch and merges it afterwards.
 
 N samples, C columns.
 """
@@ -23,15 +23,15 @@ Device = Literal["cpu", "gpu"]
 GraphInputs = tuple[Any, ...]
 Node = Any
 
-dali: Any = nvidia.dali  # its stubs lack most of it, and where it is not installed there are none
+dali: Any = nvidia.dali  # its stubs are incomplete, and absent where DALI is not installed
 fn, math, types = dali.fn, dali.math, dali.types
 
 _FILTERS = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}
-# A sample's photometric numbers: its columns, then these.
+# A sample's photometric numbers are its columns, followed by these.
 _BLENDS = 3  # brightness, contrast and saturation in the sample's order; three numbers each
 _BLEND = len(Column)
-_HUE_TURN = _BLEND + 3 * _BLENDS  # how many of the blends come before hue
-_WINDOW = _HUE_TURN + 1  # of the blur
+_HUE_TURN = _BLEND + 3 * _BLENDS  # the number of blends before hue
+_WINDOW = _HUE_TURN + 1  # of the blur, in pixels
 _NO_HUE = -1
 
 
@@ -46,10 +46,11 @@ def make_pipeline(
     source: Callable[[], GraphInputs],
     photometry: torch.dtype | None = None,
 ) -> nvidia.dali.pipeline.Pipeline:
-    """Gives one [N, size, size, 3] a view: the uint8 crop, or the finished view where `photometry` names its type.
+    """Returns a pipeline with one output [N, size, size, 3] per view.
 
-    `source` is asked for the inputs of a batch, `depth` batches ahead. DALI does not copy them: they must live until
-    the batch has come out. A pipeline on "gpu" can be defined and serialised without a driver, but not built.
+    The output is the uint8 crop, or the finished view where `photometry` names its type. The pipeline calls `source`
+    for the inputs of a batch, `depth` batches ahead. DALI does not copy the inputs: they must stay alive until the
+    pipeline has returned the batch. A pipeline on "gpu" can be defined and serialised without a driver, but not built.
     """
     make = dali.pipeline_def(_graph, enable_conditionals=True)
     pipeline: nvidia.dali.pipeline.Pipeline = make(
@@ -71,7 +72,7 @@ def inputs_of(
     box_VN4: npt.NDArray[np.float32],
     columns_VNC: npt.NDArray[np.float32] | None,
 ) -> GraphInputs:
-    """What the source of a pipeline must return for one batch. Columns are for a pipeline with photometry."""
+    """Returns the inputs that a pipeline's source must supply for one batch. Only photometry needs columns."""
     inputs: list[Any] = [encoded_N]
     for view, spec in enumerate(policy):
         begin_N2, end_N2 = box_VN4[view][:, 1::-1], box_VN4[view][:, :1:-1]  # DALI counts rows first
@@ -85,9 +86,10 @@ def inputs_of(
 
 
 def _numbers(columns_NC: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Brightness, contrast and saturation are all  image * f + grey * g + mean grey * m  with numbers of their own.
+    """Returns the photometric numbers of each sample: its columns, followed by the numbers of the graph's formulas.
 
-    So one formula does each of them, whatever the sample's order. Neutral ones change no bit.
+    Brightness, contrast and saturation are all  image * f + grey * g + mean grey * m  with different numbers, so one
+    formula computes each of them in any order. A neutral adjustment does not change a bit.
     """
     hue = Column.HUE - Column.BRIGHTNESS
     order_N4 = np.array(ORDERS, np.intp)[columns_NC[:, Column.ORDER].astype(np.intp)]
@@ -108,7 +110,7 @@ def _graph(policy: Policy, device: Device, photometry: torch.dtype | None, sourc
             kinds.append(types.FLOAT)
     num = len(kinds)
     inputs = fn.external_source(source=source, num_outputs=num, dtype=kinds, ndim=[1] * num, no_copy=True)
-    # As libjpeg and Pillow decode; the orientation was settled when the data was prepared.
+    # Decodes as libjpeg and Pillow do. The orientation was already applied when the data was prepared.
     image = fn.decoders.image(
         inputs[0],
         device="mixed" if device == "gpu" else "cpu",
@@ -130,7 +132,7 @@ def _graph(policy: Policy, device: Device, photometry: torch.dtype | None, sourc
 
 def _resized(image: Node, spec: ViewSpec, begin: Node, extent: Node) -> Node:
     how = {"size": [spec.size_px] * 2, "interp_type": _FILTERS[spec.interpolation], "antialias": spec.antialias}
-    if spec.crop == "center":  # `extent` is the end of the box; the filter may look past it
+    if spec.crop == "center":  # `extent` is the end of the box; the filter may read past it
         return fn.resize(image, roi_start=begin, roi_end=extent, **how)
     return fn.resize(fn.slice(image, start=begin, shape=extent, axes=[0, 1]), **how)
 
@@ -140,7 +142,7 @@ def _resized(image: Node, spec: ViewSpec, begin: Node, extent: Node) -> Node:
 
 def _augmented(crop: Node, spec: ViewSpec, device: Device, numbers: Node) -> Node:
     image = fn.cast(crop, dtype=types.FLOAT)
-    amounts = numbers.gpu() if device == "gpu" else numbers  # arithmetic is done on one device, conditions on the host
+    amounts = numbers.gpu() if device == "gpu" else numbers  # arithmetic runs on one device, conditions on the host
     if spec.jitter_p > 0:
         for turn in range(_BLENDS + 1):
             if numbers[_HUE_TURN] == turn:
@@ -162,7 +164,7 @@ def _augmented(crop: Node, spec: ViewSpec, device: Device, numbers: Node) -> Nod
 
 
 def _finished(image: Node, spec: ViewSpec, numbers: Node, dtype: torch.dtype) -> Node:
-    """Flipped and normalised, still [H, W, 3]: channels-last. DALI has no bfloat16; who reads it casts."""
+    """Flips and normalises the image. It stays [H, W, 3]. DALI has no bfloat16, so the caller casts to it."""
     return fn.crop_mirror_normalize(
         image,
         mirror=fn.cast(numbers[int(Column.FLIP)], dtype=types.INT32),
@@ -182,7 +184,7 @@ def _grey(image: Node) -> Node:
 
 
 def _hue_shifted(image: Node, turns: Node) -> Node:
-    """Through HSV and back, as data/augment.py. A channel lies below the largest by the range times a trapezoid."""
+    """Shifts the hue as data/augment.py does: each channel is below the largest by the range times a trapezoid."""
     red, green, blue = image[:, :, 0:1], image[:, :, 1:2], image[:, :, 2:3]
     top = math.max(math.max(red, green), blue)
     span = top - math.min(math.min(red, green), blue)

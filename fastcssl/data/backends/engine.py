@@ -1,7 +1,7 @@
-"""The native engine (csrc/views/engine.h) behind the contract of a loader: batches under way in a ring of buffers.
+"""Adapts the native engine (csrc/views/engine.h) to the back-end contract, with a ring of buffers for the batches.
 
-Training on a CPU, the photometry is done in the same pass and a batch leaves finished; for a GPU, uint8 crops leave in
-pinned memory and the photometry follows on the card.
+When training on a CPU, the engine does the photometry in the same pass and returns finished views. For a GPU, it
+returns uint8 crops in pinned memory and the photometry follows on the GPU.
 """
 
 from collections import deque
@@ -21,11 +21,12 @@ _OUT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def native_view(spec: ViewSpec) -> View:
+    """Returns the engine's form of a view."""
     return View(
         size_px=spec.size_px,
         bicubic=spec.interpolation == "bicubic",
         antialias=spec.antialias,
-        # A center crop is a resize of the whole image, seen through a window: its filter reads past the window.
+        # A center crop is a window on the resized whole image, so its filter reads past the window.
         stop_at_box=spec.crop != "center",
         mean=spec.mean,
         std=spec.std,
@@ -42,25 +43,26 @@ class Slot:
         self.buffers_V = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for shape in shapes]
 
     def addresses(self) -> tuple[list[int], list[int]]:
-        """For crops and for finished views: one list is real, the other says that none is wanted."""
+        """Returns the addresses for crops and for finished views. The list that is not wanted holds zeros."""
         real, none = [buffer.data_ptr() for buffer in self.buffers_V], [0] * len(self.buffers_V)
         return (none, real) if self.finished else (real, none)
 
     def crops(self, faults: dict[int, str]) -> Crops:
+        """Returns the buffers as the crops, or the finished views, of a batch."""
         if self.finished:
-            # Rows of pixels in memory are what channels-last means.
+            # A permuted view of [N, H, W, 3] memory is channels-last.
             return Crops(crops_V=[], views_V=[b.permute(0, 3, 1, 2) for b in self.buffers_V], faults=faults)
         return Crops(crops_V=self.buffers_V, faults=faults)
 
 
 class EngineBackend:
-    """What the native and the resident back end share. A subclass says where a row lies."""
+    """The common part of the native and the resident back end. A subclass maps the shards."""
 
     def __init__(self, data: Prepared, config: BackendConfig, format: str) -> None:
         self._data, self._config, self._format = data, config, format
         self._engine: Engine | None = Engine([native_view(spec) for spec in config.policy], config.num_threads)
         self._finished = config.augment == "fused" and config.device.type == "cpu" and config.dtype in _OUT_TYPES
-        self._spare: list[Slot] = []  # kept from epoch to epoch and from task to task
+        self._spare: list[Slot] = []  # reused in later epochs and tasks
         one = BackendConfig(
             policy=config.policy, local_batch_size=1, num_threads=1, device=torch.device("cpu"),
             dtype=config.dtype, augment="torch",
@@ -69,11 +71,11 @@ class EngineBackend:
         self._mapped = np.full(len(data.manifest.shards), -1, np.int32)
 
     def _map(self, shard: int) -> int:
-        """Makes a shard of the manifest known to the engine."""
+        """Maps a shard of the manifest into the engine and returns the engine's number for it."""
         raise NotImplementedError
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
-        # One more than are under way: the one that the caller holds. Streams may run side by side, each with its own.
+        # One more than the batches in progress: the caller holds one. Streams may run in parallel, each with its own.
         free = deque(self._spare.pop() if self._spare else self._new_slot() for _ in range(self._config.prefetch + 1))
         under_way: deque[tuple[Slot, Job, int]] = deque()
         number = first
@@ -98,7 +100,7 @@ class EngineBackend:
                 for _, job, _ in under_way:
                     engine.cancel(job)
                 for _, job, _ in under_way:
-                    engine.wait(job)  # nothing writes into their buffers any more
+                    engine.wait(job)  # until no thread writes to their buffers
             self._spare += [*free, *(slot for slot, _, _ in under_way), *([held] if held else [])]
 
     def _new_slot(self) -> Slot:

@@ -1,8 +1,8 @@
-"""FFCV on .beton: its reader, its caches and its compiled pipeline, with our boxes, our order, our pixels and errors.
+"""Loads .beton files with FFCV: its reader, caches and compiled pipeline, with our order, boxes, pixels and errors.
 
-FFCV walks one file in an order fixed beforehand. A plan may span files (one for each task and split) and may never end,
-so each file gets a `BetonReader`, which lives as long as the loader, and a batch is handed out to them in parts. Each
-row is decoded once and written, all its views, to its place in the batch's buffers: merging costs no copy.
+FFCV reads one file in an order fixed beforehand. A plan may span files (one per task and split) and may be endless. So
+each file gets a `BetonReader`, which lives as long as the loader, and each reader gets its part of a batch. Each row is
+decoded once, and all its views are written to their places in the batch's buffers, so merging needs no copy.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalBatch
 from fastcssl.data.backends.ffcv_decoder import NO_MEMORY, BatchPart, BetonReader, Threads, crop_jpeg, open_reader
 from fastcssl.data.prepared import Prepared
 
-_PATIENCE_SECONDS = 1.0  # between two looks at whether a thread still lives
+_PATIENCE_SECONDS = 1.0  # between two checks that a thread is still alive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,19 +48,19 @@ class FfcvBackend:
     def __init__(self, data: Prepared, config: BackendConfig) -> None:
         self._data, self._config = data, config
         self._prefetch = max(1, config.prefetch)
-        # As csrc/views/cropper.cpp reads it. A center crop's filter looks past its box.
+        # The bits that csrc/views/cropper.cpp expects. A center crop's filter reads past its box.
         self._filter_V = [
             (spec.interpolation == "bicubic") | spec.antialias << 1 | (spec.crop != "center") << 2
             for spec in config.policy
         ]
         self._threads = Threads(config.num_threads)
         self._betons: dict[int, _Beton] = {}  # by number in the manifest
-        self._rings: list[list[list[torch.Tensor]]] = []  # not in use; one for each run that was ever under way at once
+        self._rings: list[list[list[torch.Tensor]]] = []  # free rings of buffers; runs in parallel use one each
 
     # ---- Batches ----
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
-        # One more than are under way: the caller's.
+        # One more than the batches in progress: the caller holds one.
         ring = self._rings.pop() if self._rings else [self._buffers() for _ in range(self._prefetch + 1)]
         under_way: deque[_UnderWay] = deque()
         started = (self._start(plan[number], ring[number % len(ring)]) for number in range(first, len(plan)))
@@ -74,7 +74,7 @@ class FfcvBackend:
         finally:
             parts = [pair for each in under_way for pair in each.parts]
             running = [(beton, part) for beton, part in parts if not part.status_N.cancel()]
-            for beton, part in running:  # until nothing writes to the buffers any more
+            for beton, part in running:  # until no thread writes to the buffers
                 _settled(beton, part)
             self._rings.append(ring)
 
@@ -109,7 +109,7 @@ class FfcvBackend:
         return _UnderWay(batch=batch, parts=parts, crops_V=crops_V)
 
     def _targets(self, crops_V: list[torch.Tensor], count: int) -> npt.NDArray[np.int64]:
-        """Size, address and filter of every row of every view."""
+        """Returns the size, address and filter of every row of every view."""
         target_NV3 = np.empty((count, len(crops_V), 3), np.int64)
         for view, crops_NHW3 in enumerate(crops_V):
             target_NV3[:, view, 0] = crops_NHW3.shape[1]
@@ -118,7 +118,7 @@ class FfcvBackend:
         return target_NV3
 
     def _faults(self, done: _UnderWay) -> dict[int, str]:
-        """Waits for the batch."""
+        """Waits for the batch and returns the reason of failure for each place that failed."""
         faults: dict[int, str] = {}
         for beton, part in done.parts:
             error = _settled(beton, part)
@@ -149,7 +149,7 @@ class FfcvBackend:
         return [crop[0] for crop in crops_V]
 
     def _fault(self, row: int, status: int) -> str:
-        """A status says only that a sample failed, so it is decoded once more for the reason."""
+        """Returns why a sample failed. The status does not say it, so this decodes the sample again."""
         if status == NO_MEMORY:
             return self._named(row, "there was not enough memory to decode it")
         sample = self._data.table[row]
@@ -181,7 +181,7 @@ class FfcvBackend:
     def _opened(self, shard: int) -> _Beton:
         path = self._path(shard)
         try:
-            file = FfcvReader(path)  # FFCV itself believes everything a file says
+            file = FfcvReader(path)  # checks the file; FFCV itself does not
         except BetonError as error:
             raise LoaderError(str(error)) from None
         reader = open_reader(
@@ -196,7 +196,7 @@ class FfcvBackend:
         if not agrees:
             reader.end()
             raise LoaderError(
-                f"{path} holds other samples than the table says. Run fastcssl-prep verify {self._data.folder}."
+                f"{path} does not hold the samples that the table lists. Run fastcssl-prep verify {self._data.folder}."
             )
         return _Beton(path=path, file=file, reader=reader)
 
@@ -211,7 +211,7 @@ class FfcvBackend:
 
 
 def _settled(beton: _Beton, part: BatchPart) -> BaseException | None:
-    """Waits for a part; what it raised, if it did."""
+    """Waits for a part and returns the error that it raised, if any."""
     while True:
         try:
             return part.status_N.exception(_PATIENCE_SECONDS)

@@ -1,11 +1,11 @@
-"""FFCV, made to serve many files and tasks: a decoder that gives all views from one decode, and a thread for each file.
+"""Adapts FFCV to many files and tasks: one decode gives all views of a sample, and each file has one thread.
 
-FFCV's own decoder ignores whether libjpeg succeeded, takes the fast inverse DCT and resizes with INTER_AREA alone. Ours
-calls the native engine's code, so that crops are the same to the bit. It is compiled once in a process and captures no
-array (numba would freeze it): boxes, sizes and the addresses to write to come with every call, in the buffers that FFCV
-hands to its operations.
+FFCV's own decoder ignores whether libjpeg succeeded, uses the fast inverse DCT and resizes only with INTER_AREA. Ours
+calls the native engine's code, so the crops are the same to the bit. It is compiled once per process and captures no
+array, because numba would freeze its contents. Boxes, sizes and output addresses arrive with every call, in the buffers
+that FFCV passes to its operations.
 
-B rows at most in a call, N rows, V views.
+At most B rows per call, N rows, V views.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ numba_typed: Any = importlib.import_module("numba.typed")
 
 @contextmanager
 def _kept_settings() -> Iterator[None]:
-    """FFCV sets the number of threads of torch and numba, for the whole process, when imported and in each Loader."""
+    """Restores the thread counts of torch and numba, which FFCV changes when it is imported and in each Loader."""
     torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it imports distutils, and tries to pin memory where there is no GPU
+            warnings.simplefilter("ignore")  # it imports distutils, and tries to pin memory without a GPU
             yield
     finally:
         torch.set_num_threads(torch_threads)
@@ -47,7 +47,7 @@ def _kept_settings() -> Iterator[None]:
 
 @contextmanager
 def _plain_dicts() -> Iterator[None]:
-    """FFCV keeps two constants in a dictionary of numba's, which takes seconds to compile, and reads it from Python."""
+    """Replaces numba's dictionary, which takes seconds to compile. FFCV keeps only two constants in it, for Python."""
     compiled = numba_typed.Dict
     numba_typed.Dict = dict
     try:
@@ -63,8 +63,8 @@ with _kept_settings(), _plain_dicts():
     from ffcv.pipeline.allocation_query import AllocationQuery
     from ffcv.pipeline.operation import Operation
 
-OTHER_SIZE = 1  # the JPEG's header says another size than the table
-NO_MEMORY = -2  # from the engine; -1 is damage
+OTHER_SIZE = 1  # the size in the JPEG's header differs from the table
+NO_MEMORY = -2  # a status of the engine; -1 means damage
 
 _compiled: Callable[..., Any] = numba.njit(nogil=True)
 _crop_jpeg: Any = ctypes.CDLL(_native.__file__).fastcssl_crop_jpeg  # csrc/views/cropper.cpp
@@ -76,7 +76,7 @@ _crop_jpeg.argtypes, _crop_jpeg.restype = [ctypes.c_int64] * 7, ctypes.c_int64
 
 @_compiled
 def _frame_size(jpeg: Any) -> tuple[int, int]:
-    """Height and width in the frame header; zeros when the segments before it are not in order."""
+    """Returns height and width from the frame header, or zeros when the segments before it are invalid."""
     at = 2
     while at + 9 <= len(jpeg) and jpeg[at] == 0xFF:
         marker = jpeg[at + 1]
@@ -91,7 +91,7 @@ def _frame_size(jpeg: Any) -> tuple[int, int]:
 
 @_compiled
 def crop_jpeg(jpeg: Any, height: int, width: int, box_V4: Any, target_V3: Any) -> Any:
-    """Decodes once and writes all views to their (size in pixels, address, filter); 0, or why not."""
+    """Decodes once and writes each view to its (size in pixels, address, filter). Returns 0, or an error status."""
     found_height, found_width = _frame_size(jpeg)
     if found_height != 0 and (found_height != height or found_width != width):
         return OTHER_SIZE
@@ -104,7 +104,7 @@ def crop_jpeg(jpeg: Any, height: int, width: int, box_V4: Any, target_V3: Any) -
 
 @lru_cache(maxsize=2)
 def _decode_batch(parallel: bool) -> Any:
-    """For all files and views. A parallel loop takes longer to compile, so one thread does without."""
+    """Returns the compiled decoder. A parallel loop takes longer to compile, so one thread does without it."""
     each = numba.prange if parallel else range
 
     def decode(row_N: Any, memory: Any, image_S: Any, storage: Any) -> Any:
@@ -124,7 +124,7 @@ def _decode_batch(parallel: bool) -> Any:
 
 
 class ViewsDecoder(Operation):  # type: ignore[misc]
-    """FFCV's result is a status for each row; the pixels go where the addresses say."""
+    """An FFCV operation that returns one status per row and writes the pixels to the given addresses."""
 
     def __init__(self, num_views: int, *, parallel: bool) -> None:
         super().__init__()
@@ -146,17 +146,17 @@ class ViewsDecoder(Operation):  # type: ignore[misc]
 
 
 class Threads:
-    """How many threads all files together may use."""
+    """Limits the number of threads that all files together use."""
 
     def __init__(self, wanted: int) -> None:
         self.total = max(1, min(wanted, numba.config.NUMBA_NUM_THREADS))
-        numba.get_num_threads()  # makes numba choose its threading layer
+        numba.get_num_threads()  # has numba choose its threading layer
         self._one_caller = numba.threading_layer() == "workqueue"  # that layer aborts when two threads use it
         self._free, self._changed = self.total, Condition()
 
     @contextmanager
     def taken(self, share: float) -> Iterator[int]:
-        """A share of a batch gets that share of the threads, one at least."""
+        """Takes threads for a share of a batch: the same share of all threads, at least one."""
         number = self.total if self._one_caller else min(self.total, math.ceil(share * self.total))
         with self._changed:
             self._changed.wait_for(lambda: self._free >= number)
@@ -182,10 +182,10 @@ class BatchPart:
 
 
 class BetonReader(EpochIterator):  # type: ignore[misc]
-    """FFCV's thread of an epoch, for an epoch that never ends: it takes parts of batches as they come.
+    """FFCV's epoch thread, changed to an endless epoch that takes parts of batches as they come.
 
-    So nothing is compiled, allocated or started again for another epoch or task, and what fails arrives in the part's
-    future, where FFCV's own loop would leave its consumer waiting for ever.
+    Thus nothing is compiled, allocated or started again for another epoch or task. Errors arrive in the part's future,
+    whereas FFCV's own loop would leave its consumer waiting indefinitely.
     """
 
     def __init__(self, loader: Any, threads: Threads) -> None:
@@ -201,11 +201,11 @@ class BetonReader(EpochIterator):  # type: ignore[misc]
             if part.status_N.set_running_or_notify_cancel():
                 try:
                     with self._threads.taken(part.share) as number:
-                        numba.set_num_threads(number)  # of this thread's calls alone
+                        numba.set_num_threads(number)  # applies only to calls from this thread
                         part.status_N.set_result(self._decoded(part))
                 except BaseException as error:
                     part.status_N.set_exception(error)
-            del part  # its buffers
+            del part  # releases its buffers
 
     def _decoded(self, part: BatchPart) -> npt.NDArray[np.int32]:
         (memory,) = self.memory_allocations["operation"].values()
@@ -216,7 +216,7 @@ class BetonReader(EpochIterator):  # type: ignore[misc]
         return np.array(status_N)
 
     def end(self) -> None:
-        """Drops the parts that have not begun."""
+        """Drops the parts that have not started, then ends the thread."""
         waiting: list[BatchPart | None] = []
         try:
             while True:
@@ -235,7 +235,7 @@ _opening = Lock()
 
 def open_reader(path: Path, *, batch_size: int, num_views: int, threads: Threads) -> BetonReader:
     with _opening, _kept_settings():
-        # FFCV would compile the code of every Loader anew. Its switch against that leaves ours, compiled already.
+        # FFCV would compile the code of every Loader again. With its compiler off, it uses ours, already compiled.
         enabled = Compiler.is_enabled
         Compiler.set_enabled(False)
         try:
@@ -245,8 +245,8 @@ def open_reader(path: Path, *, batch_size: int, num_views: int, threads: Threads
                 num_workers=threads.total,
                 os_cache=True,
                 order=OrderOption.SEQUENTIAL,
-                seed=0,  # else it draws one from numpy's global generator
-                indices=np.zeros(0, np.int64),  # rows come in parts
+                seed=0,  # otherwise FFCV draws one from numpy's global generator
+                indices=np.zeros(0, np.int64),  # the rows come in parts
                 pipelines={
                     "image": PipelineSpec("image", ViewsDecoder(num_views, parallel=threads.total > 1)),
                     **dict.fromkeys(("label", "id", "domain")),
@@ -255,6 +255,6 @@ def open_reader(path: Path, *, batch_size: int, num_views: int, threads: Threads
             )
         finally:
             Compiler.set_enabled(enabled)
-        manager = loader.memory_manager  # its dictionaries of all samples are for FFCV's other cache
+        manager = loader.memory_manager  # its dictionaries of all samples serve only FFCV's other cache
         manager.ptr_to_size = manager.sample_to_pages = manager.page_to_samples = None
         return BetonReader(loader, threads)

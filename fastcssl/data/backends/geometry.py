@@ -1,4 +1,4 @@
-"""Crops of many images at once in plain torch, on any device: the box of each image resampled by two small matrices."""
+"""Crops a batch of images in plain torch, on any device. Two small matrices resample the box of each image."""
 
 import torch
 
@@ -6,7 +6,7 @@ from fastcssl.data.views import ViewSpec
 
 
 def crop_batch(images_NHW3: torch.Tensor, box_N4: torch.Tensor, spec: ViewSpec) -> torch.Tensor:
-    """uint8 [N, size, size, 3]. Rows of a weight matrix sum to one; products are rounded to bytes once, at the end."""
+    """Returns uint8 [N, size, size, 3]. Each row of a weight matrix sums to one. Only the final values are rounded."""
     height, width = images_NHW3.shape[1:3]
     left_N, top_N, right_N, bottom_N = box_N4.double().unbind(1)
     down_NOH = _weights(top_N, bottom_N, height, spec)
@@ -18,7 +18,7 @@ def crop_batch(images_NHW3: torch.Tensor, box_N4: torch.Tensor, spec: ViewSpec) 
 
 
 def _weights(begin_N: torch.Tensor, end_N: torch.Tensor, source: int, spec: ViewSpec) -> torch.Tensor:
-    """[N, out, source]: how much of each source pixel goes into each output pixel (csrc/codec/resize.cpp)."""
+    """Returns [N, out, source]: the weight of each source pixel in each output pixel (csrc/codec/resize.cpp)."""
     out = spec.size_px
     device = begin_N.device
     scale_N11 = ((end_N - begin_N) / out)[:, None, None]
@@ -30,7 +30,7 @@ def _weights(begin_N: torch.Tensor, end_N: torch.Tensor, source: int, spec: View
     weight_NOS = _kernel(((pixel_S + 0.5 - center_NO1) / stretch_N11).abs(), spec)
     low_N11, high_N11 = begin_N.floor()[:, None, None], end_N.ceil()[:, None, None]
     if spec.antialias:
-        if spec.crop != "center":  # cut out, then resized: nothing outside the box is seen
+        if spec.crop != "center":  # cropped first, then resized: pixels outside the box do not count
             weight_NOS = weight_NOS.masked_fill((pixel_S < low_N11) | (pixel_S >= high_N11), 0.0)
         weight_NOS = weight_NOS / weight_NOS.sum(2, keepdim=True)
     else:
@@ -45,7 +45,7 @@ def _with_repeated_edge(
     high_N11: torch.Tensor,
     spec: ViewSpec,
 ) -> torch.Tensor:
-    """Kernels of fixed width meet the edge of the box (or of the image) again and again, as torch's do."""
+    """Returns weights that repeat the edge pixel of the box (or of the image) outside it, as torch does."""
     source = weight_NOS.shape[2]
     if spec.crop == "center":
         low_N11, high_N11 = torch.zeros_like(low_N11), torch.full_like(high_N11, float(source))

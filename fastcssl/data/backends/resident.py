@@ -1,7 +1,8 @@
-"""Small images of one size, held as one uint8 tensor on the device that trains.
+"""Keeps small images of one size as one uint8 tensor on the training device.
 
-On a GPU a selection's images are copied there once, and crops and photometry are batched ops on the card; what does not
-fit is read from the memory map batch by batch. On a CPU the page cache holds the array and the native engine crops it.
+On a GPU the images are copied to it once, and crops and photometry are batched ops there. If the images do not fit,
+they are read from the memory map batch by batch. On a CPU the page cache holds the array, and the native engine crops
+it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from fastcssl.data.backends.engine import EngineBackend
 from fastcssl.data.backends.geometry import crop_batch
 from fastcssl.data.prepared import Prepared
 
-_MAX_SHARE = 0.5  # of the card's free memory that images may take
+_MAX_SHARE = 0.5  # the share of the GPU's free memory that images may use
 
 
 class ResidentBackend(EngineBackend):
@@ -26,7 +27,7 @@ class ResidentBackend(EngineBackend):
 
     def __init__(self, data: Prepared, config: BackendConfig) -> None:
         super().__init__(data, config, "array")
-        self._batched = config.device.type != "cpu"  # a test may ask for it on the CPU too
+        self._batched = config.device.type != "cpu"  # tests also set it on the CPU
         self._resident: torch.Tensor | None = None
         self._slot_of_row: npt.NDArray[np.int64] = np.full(len(data.table), -1, np.int64)
         self._arrays: dict[int, ArrayReader] = {}
@@ -59,7 +60,7 @@ class ResidentBackend(EngineBackend):
             yield Crops(crops_V=crops_V)
 
     def _on_device(self, row_N: npt.NDArray[np.int64]) -> torch.Tensor:
-        """The images of these rows on the training device, from what already lies there when it does."""
+        """Returns the images of these rows on the training device, without copying those that are already there."""
         device = self._config.device
         if (self._slot_of_row[row_N] < 0).any() and self._fits():
             self._make_resident()
@@ -76,7 +77,7 @@ class ResidentBackend(EngineBackend):
         return total <= _MAX_SHARE * free
 
     def _make_resident(self) -> None:
-        """All samples at once: tasks switch without a copy, and replay needs the earlier ones anyway."""
+        """Copies all samples to the device. Then a new task needs no copy, and replay needs the earlier ones anyway."""
         rows = np.flatnonzero(self._data.table["is_stored"])
         self._resident = torch.from_numpy(self._read(rows)).to(self._config.device)
         self._slot_of_row[rows] = np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""The plain reference: Pillow decodes, crops and resizes, one sample after the other. The truth for the others."""
+"""The plain reference, which defines the results of the other back ends: Pillow decodes, crops and resizes."""
 
 import io
 import time
@@ -17,7 +17,7 @@ from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalPlan
 from fastcssl.data.prepared import Prepared
 from fastcssl.data.views import ViewSpec
 
-_MAX_OPEN = 256  # shards: a data set may have more than files that a process may open
+_MAX_OPEN = 256  # shards: a data set may have more shards than a process may open files
 _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
@@ -29,7 +29,7 @@ class TorchvisionBackend:
         self._data, self._policy = data, config.policy
         self._format = next(format for format in self.formats if format in data.manifest.formats)
         self._readers: dict[Path, ShardReader] = {}
-        self._seconds = {"decode": 0.0, "crop": 0.0}  # reading is part of decoding
+        self._seconds = {"decode": 0.0, "crop": 0.0}  # decoding includes reading
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
         for number in range(first, len(plan)):
@@ -54,13 +54,14 @@ class TorchvisionBackend:
         return crops
 
     def image(self, row: int) -> Image.Image:
+        """Returns a sample as an RGB image. Raises LoaderError when it cannot be decoded."""
         sample = self._data.table[row]
         path = self._data.shard_path(int(sample[f"{self._format}_shard"]))
         try:
             content = self._reader(path).content(sample)
             if not isinstance(content, bytes):
                 return Image.fromarray(content)
-            _codec.decode(content, 8)  # Pillow shows grey where data is missing; this says so
+            _codec.decode(content, 8)  # raises where data is missing; Pillow fills in grey
             image = Image.open(io.BytesIO(content))
             image.load()
             if image.size != (int(sample["width"]), int(sample["height"])):
@@ -85,7 +86,7 @@ class TorchvisionBackend:
 
 
 def crop_and_resize(image: Image.Image, spec: ViewSpec, box_4: npt.NDArray[np.float32]) -> torch.Tensor:
-    """A random crop is cut out first, as torchvision does, so that the filter cannot look past its edge."""
+    """Returns the crop as uint8. As in torchvision, a random crop is cut out first, so the filter stops at its edge."""
     left, top, right, bottom = (float(edge) for edge in box_4)
     if spec.crop != "center":
         image = image.crop((int(left), int(top), int(right), int(bottom)))

@@ -1,8 +1,8 @@
-"""Barlow Twins: the cross-correlation of the two views' dimensions is to be the identity.
+"""Barlow Twins: makes the cross-correlation of the two views' dimensions the identity.
 
 Zbontar et al., Barlow Twins: Self-Supervised Learning via Redundancy Reduction, 2021, as CaSSLe and PNR train it: the
-loss is multiplied by 0.1. Deviation: statistics and their gradient span all ranks; on several GPUs the release
-standardises on each, and its gradient is smaller by their number (`gradient = reference`).
+loss is multiplied by 0.1. Deviation: statistics and their gradient span all ranks. On several GPUs, the release
+standardises on each GPU, and its gradient is divided by their number (`gradient = reference`).
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from fastcssl.learn.nets import mlp, seeded
 class BarlowConfig(MethodConfig):
     hidden: int = 2048
     dim: int = 2048
-    off_diagonal_weight: float = 5e-3  # lambda in the paper
-    scale: float = 0.1  # of the whole loss
-    gradient: Literal["exact", "reference"] = "exact"  # they differ on several ranks only
+    off_diagonal_weight: float = 5e-3  # of the off-diagonal terms; lambda in the paper
+    scale: float = 0.1  # factor on the whole loss
+    gradient: Literal["exact", "reference"] = "exact"  # reference: as released; they differ only on several ranks
 
 
 class Barlow(Method):
@@ -47,11 +47,11 @@ class Barlow(Method):
         return self._correlated(z1_ND, z2_ND)
 
     def align(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...]) -> Tensor:
-        """Returns the same loss between prediction and frozen embedding, mean over views."""
+        """Returns the same loss between predictions and frozen embeddings, averaged over views."""
         return torch.stack([self._correlated(p_ND, f_ND) for p_ND, f_ND in zip(p, f, strict=True)]).mean()
 
     def repel(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...], form: str) -> Tensor:
-        """Returns - cos for "code", as released, half as steep as BYOL's; for "paper" the unit vectors' distance^2."""
+        """Returns - cos for "code", as released (half of BYOL's slope), or the unit vectors' distance^2 for "paper"."""
         pairs = zip(p, f, strict=True)
         if form == "code":
             return torch.stack([-cosine(p_ND, f_ND) for p_ND, f_ND in pairs]).mean()

@@ -1,7 +1,7 @@
-"""BYOL: predict the slow network's embedding of the other view.
+"""BYOL: predicts the slow network's embedding of the other view.
 
-Grill et al., Bootstrap Your Own Latent, 2020, as CaSSLe and PNR train it: the two directions are summed, not averaged;
-the EMA's weight goes from 0.99 to 1 on a cosine, anew in each task.
+Grill et al., Bootstrap Your Own Latent, 2020, as CaSSLe and PNR train it: the two directions are summed, not averaged.
+In each task, the EMA's weight rises from 0.99 to 1 along a cosine.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class ByolConfig(MethodConfig):
     hidden: int = 4096
     dim: int = 256
     predictor_hidden: int = 8192  # width of the predictor's hidden layer
-    ema_base: float = 0.99  # of the slow network, at the start of a task
-    ema_final: float = 1.0  # and at its end
+    ema_base: float = 0.99  # the slow network's EMA weight at the start of a task
+    ema_final: float = 1.0  # the slow network's EMA weight at the end of a task
 
     def __post_init__(self) -> None:
         MethodConfig.__post_init__(self)

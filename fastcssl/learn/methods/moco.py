@@ -1,8 +1,8 @@
 """MoCo v2+: momentum contrast against a bank of keys, both views as queries.
 
 Chen et al., Improved Baselines with Momentum Contrastive Learning, 2020, as CaSSLe and PNR train it: symmetric, no
-BatchNorm in the projector, no shuffled BatchNorm (it is synchronised instead), the EMA's weight on a cosine.
-Deviation: rows of the bank that were never written are masked; `bank.initial = random` brings the references' back.
+BatchNorm in the projector, no shuffled BatchNorm (it is synchronised instead), and an EMA weight that follows a cosine.
+Deviation: rows of the bank that were never written are masked. `bank.initial = random` does as the references do.
 """
 
 from dataclasses import dataclass, field
@@ -31,9 +31,9 @@ from fastcssl.learn.nets import mlp, seeded
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MocoConfig(MethodConfig):
     temperature: float = 0.2  # of the loss
-    align_temperature: float = 0.2  # of the pull to the frozen network
-    ema_base: float = 0.99  # of the slow network, at the start of a task
-    ema_final: float = 0.999  # and at its end
+    align_temperature: float = 0.2  # of align, the pull towards the frozen network
+    ema_base: float = 0.99  # the slow network's EMA weight at the start of a task
+    ema_final: float = 0.999  # the slow network's EMA weight at the end of a task
     bank: BankConfig = field(default_factory=BankConfig)
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Moco(Method):
 
     def loss_then_remember(self, e: Embeddings) -> Tensor:
         first, second = zip(self.banks, self.keys(e), strict=True)
-        return contrast(self.rows(e), [(second,), (first,)])  # a view's queries sweep the bank of the other
+        return contrast(self.rows(e), [(second,), (first,)])  # a view's queries sweep the bank of the other view
 
     def after_step(self, step: int, num_steps: int) -> None:
         self.slow.update(self.online, ema_momentum(self.config.ema_base, self.config.ema_final, step, num_steps))

@@ -1,8 +1,8 @@
-"""SimCLR: each embedding finds its other view among the 2 G embeddings of the batch.
+"""SimCLR: each embedding must find its other view among the 2 G embeddings of the batch.
 
 Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, 2020, equation 1 (NT-Xent), as
-CaSSLe and PNR train it: no BatchNorm in the projector. Deviation: the batch spans all ranks, the references' one GPU
-(`scope = local`).
+CaSSLe and PNR train it: no BatchNorm in the projector. Deviation: the batch spans all ranks. In the references it spans
+one GPU (`scope = local`).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from fastcssl.learn.nets import mlp, seeded
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimclrConfig(MethodConfig):
     temperature: float = 0.2  # of the loss
-    align_temperature: float = 0.2  # of the pull to the frozen network
+    align_temperature: float = 0.2  # of align, the pull towards the frozen network
 
     def __post_init__(self) -> None:
         MethodConfig.__post_init__(self)

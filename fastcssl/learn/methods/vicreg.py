@@ -1,10 +1,11 @@
-"""VICReg: the views' embeddings agree, every dimension varies, no two vary together.
+"""VICReg: the views' embeddings agree, every dimension varies, and no two dimensions vary together.
 
 Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning, 2022, as CaSSLe and
-PNR train it. Deviation: variances and covariances span all ranks, the references' one GPU (`scope = local`).
+PNR train it. Deviation: variances and covariances span all ranks. In the references they span one GPU
+(`scope = local`).
 
-Units: `align` is the mean squared difference times the loss's own weight of it, 25, so that CaSSLe's published factor
-of 25 is a strategy.weight of 1. `repel` is the raw mean squared difference: PNR's published 23 is the weight itself.
+Units: `align` is the mean squared difference times its weight in the loss, 25. So CaSSLe's published factor of 25 is a
+strategy.weight of 1. `repel` is the raw mean squared difference, so PNR's published 23 is the strategy.weight itself.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from fastcssl.learn.nets import mlp, seeded
 class VicregConfig(MethodConfig):
     hidden: int = 2048
     dim: int = 2048
-    similarity_weight: float = 25.0  # of the views' squared difference
+    similarity_weight: float = 25.0  # of the squared difference between the views
     variance_weight: float = 25.0  # of dimensions that vary too little
     covariance_weight: float = 1.0  # of dimensions that vary together
 
@@ -43,7 +44,7 @@ class Vicreg(Method):
 
     @classmethod
     def views(cls, family: Family) -> Policy:
-        """Returns the authors' two views: both alike, larger crops than other methods'."""
+        """Returns the authors' two views. Both are the same, with larger crops than in other methods."""
         return policy(f"pnr-vicreg-{family}")
 
     def forward(self, inputs: Inputs) -> Embeddings:
@@ -65,7 +66,7 @@ class Vicreg(Method):
         return self.config.similarity_weight * self.repel(p, f)
 
     def repel(self, p: tuple[Tensor, ...], f: tuple[Tensor, ...], form: str = "code") -> Tensor:  # noqa: ARG002
-        """Returns the mean squared difference of raw vectors, in both forms."""
+        """Returns the mean squared difference of the raw vectors, for both forms."""
         return torch.stack([mean_squared(p_ND, f_ND) for p_ND, f_ND in zip(p, f, strict=True)]).mean()
 
 

@@ -1,9 +1,10 @@
-"""What is done against forgetting, one file each. A strategy adds terms, rows or inputs; it does not edit the method.
+"""Defines the contract of strategies against forgetting. Each strategy is one file.
 
-On the first task every strategy trains the method's own loss alone.
+A strategy adds terms, rows or inputs; it does not change the method. On the first task, every strategy trains only the
+method's own loss.
 
-To add one: a module here, or in a package with an entry point in the group "fastcssl.strategies", that holds a
-`Strategy` subclass as STRATEGY. The conformance suite finds it.
+To add a strategy, write a module that holds a `Strategy` subclass as STRATEGY. Put it here, or in a package with an
+entry point in the group "fastcssl.strategies". The conformance suite finds it.
 """
 
 from abc import abstractmethod
@@ -25,7 +26,7 @@ Frozen = Literal["eval", "batch"]  # how the frozen network's BatchNorm normalis
 
 
 class Kept(Protocol):
-    """Anything outside the module that a checkpoint must hold."""
+    """State outside the module that a checkpoint must hold."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -34,30 +35,32 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CurrentTask:
-    """Where the run stands, for a strategy."""
+    """The current task of a run, as a strategy sees it."""
 
-    index: int  # among the tasks this run trains, from 0
-    tasks: tuple[int, ...]  # of the manifest, whose data this task holds (several for joint training)
-    earlier: tuple[int, ...]  # of the manifest, trained before
-    open: Callable[[Selection], Stream]  # the training loader, for any selection
+    index: int  # among the tasks that this run trains, from 0
+    tasks: tuple[int, ...]  # the manifest's tasks whose data this task holds (several in joint training)
+    earlier: tuple[int, ...]  # the manifest's tasks that were trained before
+    open: Callable[[Selection], Stream]  # opens the training loader for any selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyConfig:
-    """What every strategy has: nothing. One with fields checks them in its own `__post_init__`."""
+    """The base of all strategies' settings. A subclass checks its fields in its `__post_init__`."""
 
     @property
     def budget(self) -> int | None:
-        """Returns how many samples of earlier tasks it keeps, or None: one that replays has a field of this name."""
+        """How many samples of earlier tasks it keeps, or None. A strategy that replays has a field of this name."""
         return None
 
 
 class Strategy(nn.Module):
+    """A strategy against forgetting: the terms it trains, and what it keeps from task to task."""
+
     name: ClassVar[str]
     Config: ClassVar[type[StrategyConfig]]
     union: ClassVar[bool] = False  # all tasks are trained as one
     replays: ClassVar[bool] = False  # it reads a second stream while a task is trained
-    num_views: ClassVar[int | None] = None  # that its terms take; None: as many as the method
+    num_views: ClassVar[int | None] = None  # the number that its terms take; None: any that the method takes
 
     def __init__(self, config: StrategyConfig, setting: Setting) -> None:
         super().__init__()
@@ -70,17 +73,17 @@ class Strategy(nn.Module):
         """Raises UserError when this configuration makes no sense with the method."""
 
     def begin_task(self, task: CurrentTask, method: Method) -> None:
-        """Prepares for the first step of a task, or for a state that is loaded then: it decides shapes, not values."""
+        """Prepares for a task, before its first step. A loaded state may overwrite values, but shapes are set here."""
 
     @abstractmethod
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
-        """Returns named scalars whose sum is trained."""
+        """Returns named scalars, whose sum is the loss that is trained."""
 
     def after_step(self, method: Method) -> None:
-        """Does what is due after each step of the optimiser."""
+        """Runs after each step of the optimiser."""
 
     def end_task(self, task: CurrentTask, method: Method) -> None:
-        """Stores what is needed of a task, after its last step."""
+        """Runs after the last step of a task, and stores what later tasks need from it."""
 
     def lr_scale(self, method: Method) -> float:  # noqa: ARG002
         """Returns the learning rate of the strategy's own parameters, as a multiple of the method's."""
@@ -88,9 +91,9 @@ class Strategy(nn.Module):
 
 
 class Distilling(Strategy):
-    """Those that hold a frozen copy of the previous task's network, and a predictor g from the new space to its.
+    """The base of strategies with a frozen copy of the previous task's network and a predictor g.
 
-    g keeps its weights from task to task, as in the references.
+    g maps the new embedding space to the frozen one. As in the references, it keeps its weights from task to task.
     """
 
     predictor_hidden: ClassVar[int] = 2048  # for every method
@@ -101,12 +104,12 @@ class Distilling(Strategy):
         self.frozen: FrozenCopy | None = None
 
     def freeze(self, method: Method, how: Frozen) -> None:
-        """Keeps a frozen copy of the network as it is now."""
+        """Stores a frozen copy of the current network."""
         self.frozen = FrozenCopy(method.online, batch_statistics=how == "batch")
         self.copies["frozen"] = self.frozen
 
     def add_predictor(self, method: Method, dim: int) -> None:
-        """Builds g, unless an earlier task did."""
+        """Builds g, unless an earlier task already did."""
         if self.g is None:
             with seeded(self.setting.seed, "g"):
                 g = mlp((dim, self.predictor_hidden, dim), norm=True)
@@ -114,7 +117,7 @@ class Distilling(Strategy):
             self.g = synchronised(g, self.world, self.setting.device).to(device=like.device, dtype=like.dtype)
 
     def predictions(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Returns g of the embedding of each view."""
+        """Returns g applied to the embedding of each view."""
         assert self.g is not None
         return tuple(self.g(z_ND) for z_ND in z)
 

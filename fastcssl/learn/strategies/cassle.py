@@ -1,8 +1,8 @@
-"""CaSSLe: the new embedding, through a predictor g, is to tell the frozen network's embedding of the same view.
+"""CaSSLe: a predictor g must predict the frozen network's embedding of a view from the new embedding.
 
 Fini et al., Self-Supervised Models are Continual Learners, CVPR 2022. `align` is in the method's own units (VICReg's
-is multiplied by its 25 already), so that the published weight is 1 for every method. Deviation: the frozen network is
-in eval mode; `frozen = batch` normalises by batch statistics, as the release does.
+already includes its factor 25), so the published weight is 1 for every method. Deviation: the frozen network is in eval
+mode. `frozen = batch` normalises by batch statistics, as the release does.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from fastcssl.learn.strategies import CurrentTask, Distilling, Frozen, StrategyC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CassleConfig(StrategyConfig):
-    weight: float = 1.0  # of align; lambda_d in the release, over the method's own factor
-    frozen: Frozen = "eval"  # batch: normalise by batch statistics, as the release
+    weight: float = 1.0  # of align; lambda_d in the release, divided by the method's own factor
+    frozen: Frozen = "eval"  # batch: normalise by batch statistics, as the release does
 
 
 class Cassle(Distilling):
@@ -37,7 +37,7 @@ class Cassle(Distilling):
         return terms
 
     def lr_scale(self, method: Method) -> float:
-        # The release's "predictive" distiller, BYOL's, speeds g up when its loss is weighted down.
+        # The release's "predictive" distiller, BYOL's, raises g's learning rate when the weight is below 1.
         return 1 / self.config.weight if method.predictive and 0 < self.config.weight < 1 else 1.0
 
 

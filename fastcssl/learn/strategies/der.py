@@ -1,15 +1,15 @@
-"""DER: replayed samples are to be embedded as they were when their task ended.
+"""DER: keeps the embeddings of replayed samples as they were when their task ended.
 
-After Buzzega et al., Dark Experience for General Continual Learning, 2020, with embeddings in place of logits. CaSSLe
-prints numbers for it in the self-supervised setting but does not publish its definition; this one is ours:
+After Buzzega et al., Dark Experience for General Continual Learning, 2020, with embeddings instead of logits. CaSSLe
+reports results for it in the self-supervised setting but does not publish its definition. This definition is ours:
 
     L + alpha x mean over replayed samples of ||z(x_b) - z_stored||^2      z = the projector's output
 
-z_stored is of the network at the end of the sample's task, in eval mode, for one draw of the first view. x_b is the
-first view, augmented anew at each visit, through the network as it trains, BatchNorm included. `learn/replay.py` says
-which samples and when. The squared distance is a sum over dimensions: alpha has to suit the method's z, of unit length
-for MoCo and raw for the others. On the first task, the method's own loss alone. A run that starts from another's task
-stores what the network then makes of all tasks so far.
+z_stored comes from the network at the end of the sample's task, in eval mode, for one draw of the first view. x_b is
+the first view, with a new augmentation at each visit; it passes through the network in train mode, including BatchNorm.
+`learn/replay.py` says which samples are replayed, and when. The squared distance is a sum over dimensions, so alpha
+must suit the method's z: MoCo's has unit length, the others' are raw. On the first task, only the method's own loss is
+trained. A run that starts from another run's task stores the current network's embeddings for all tasks so far.
 
 B samples kept, D embedding width.
 """
@@ -32,24 +32,24 @@ from fastcssl.learn.strategies import CurrentTask, Strategy, StrategyConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerConfig(StrategyConfig):
-    budget: int = 1000  # samples kept of all earlier tasks together
-    alpha: float = 0.1  # weight of the replayed samples' distance
+    budget: int = 1000  # number of samples kept from all earlier tasks together
+    alpha: float = 0.1  # weight of the replayed samples' squared distance
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
 
 
 class Embedded(Replay):
-    """Replay with an embedding for each sample."""
+    """A replay with one stored embedding per sample."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.id_B = self.id_B.to(device)
         self.z_BD = torch.zeros(0, 0, device=device)
-        self.is_filled = False  # otherwise only the shapes are right, for a state to be loaded
+        self.is_filled = False  # if False, only the shapes are valid, so that a state can be loaded
 
     def keep(self, ids: Tensor, z_BD: Tensor) -> None:
-        """Stores these samples, and their embeddings, in place of those before."""
+        """Replaces the stored samples and embeddings with these."""
         self.id_B, order_B = ids.sort()
         self.z_BD, self.is_filled = z_BD[order_B], True
 
@@ -82,7 +82,7 @@ class Der(Strategy):
         self.replay.begin(task)
 
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
-        # First of all, as torch.compile cannot look into it: nothing with a gradient is then cut in two.
+        # This comes first, because torch.compile cannot trace it: so it does not split code with gradients.
         replayed = self.replay.next(inputs) if self._later else None
         e = method(inputs)
         terms = {"loss": method.loss_then_remember(e)}
@@ -93,7 +93,7 @@ class Der(Strategy):
         return terms
 
     def end_task(self, task: CurrentTask, method: Method) -> None:
-        """Keeps what was kept before and is still chosen as it is, and embeds the others now."""
+        """Keeps the stored embeddings of samples that are still chosen, and embeds the new ones now."""
         self.replay.close()
         before, z_BD = self.replay.id_B, self.replay.z_BD
         chosen = self._choice(task, task.earlier + task.tasks)
@@ -109,9 +109,9 @@ class Der(Strategy):
 
     @torch.no_grad()
     def _embedded(self, task: CurrentTask, method: Method, ids: Ids) -> tuple[Tensor, Tensor]:
-        """Returns the ids met in one pass, and what the network makes of them, the same on every rank.
+        """Returns the ids seen in one pass and their embeddings, the same on every rank.
 
-        All of `ids`, but for those that cannot be decoded: the loader puts others in their place.
+        These are all of `ids`, except those that cannot be decoded, which the loader replaces.
         """
         setting, like = self.setting, next(method.parameters())
         stream = task.open(Selection(tasks=task.earlier + task.tasks, ids=ids, order="endless"))

@@ -1,16 +1,17 @@
-"""EWC: weights that mattered to earlier tasks are held where they were.
+"""EWC: holds weights that mattered to earlier tasks close to their values.
 
-After Kirkpatrick et al., Overcoming Catastrophic Forgetting in Neural Networks, 2017. CaSSLe prints numbers for it in
-the self-supervised setting but does not publish its definition; this one is ours:
+After Kirkpatrick et al., Overcoming Catastrophic Forgetting in Neural Networks, 2017. CaSSLe reports results for it in
+the self-supervised setting but does not publish its definition. This definition is ours:
 
     L + weight / 2 x sum_i F_i (theta_i - theta*_i)^2      over encoder and projector
 
 theta* are the weights at the end of the last task. F is the mean over mini-batches of the squared gradient of the
-batch's self-supervised loss there (a loss that compares samples has no gradient of one sample), summed over tasks, and
-scaled to a mean of 1, so that the weight means the same for every method. On the first task, the method's own loss
-alone. A run that starts from another's later task knows the Fisher of that task only.
+batch's self-supervised loss at theta*, summed over tasks. (It is a batch's gradient, because a loss that compares
+samples has no gradient of a single sample.) F is scaled to a mean of 1, so the weight means the same for every method.
+On the first task, only the method's own loss is trained. A run that starts from a later task of another run knows only
+the Fisher information of that task.
 
-P weights in all.
+P weights in total.
 """
 
 from collections.abc import Iterator
@@ -33,9 +34,9 @@ from fastcssl.learn.strategies import CurrentTask, Strategy, StrategyConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EwcConfig(StrategyConfig):
-    # A step pulls weight i back by lr x weight x F_i of its way, and the largest F_i are some hundreds: keep it small.
-    weight: float = 0.01  # lambda in the paper
-    fisher_batches: int = 50  # for the Fisher of a task; at most an epoch
+    # A step pulls parameter i back by the fraction lr x weight x F_i. The largest F_i are some hundreds: keep it small.
+    weight: float = 0.01  # of the penalty; lambda in the paper
+    fisher_batches: int = 50  # batches for the Fisher information of a task; at most one epoch
 
     def __post_init__(self) -> None:
         if self.fisher_batches < 1:
@@ -43,17 +44,17 @@ class EwcConfig(StrategyConfig):
 
 
 class Importance:
-    """F, summed over tasks and not yet scaled, and theta*. Empty until a task has ended."""
+    """Holds theta*, and F summed over tasks but not yet scaled. Both are empty until a task has ended."""
 
     def __init__(self, device: torch.device) -> None:
         self.fisher_P, self.anchor_P = torch.zeros(0, device=device), torch.zeros(0, device=device)
 
     def resize(self, weights_P: Tensor) -> None:
-        """Takes on these weights, of which nothing mattered yet."""
+        """Takes these weights as theta*, with an F of zero."""
         self.fisher_P, self.anchor_P = torch.zeros_like(weights_P), weights_P.clone()
 
     def penalty(self, weights_P: Tensor) -> Tensor:
-        """Returns sum_i F_i (theta_i - theta*_i)^2, F scaled to a mean of 1."""
+        """Returns sum_i F_i (theta_i - theta*_i)^2, with F scaled to a mean of 1."""
         tiny = torch.finfo(self.fisher_P.dtype).tiny
         return (self.fisher_P * (weights_P - self.anchor_P).square()).sum() / self.fisher_P.mean().clamp_min(tiny)
 
@@ -95,7 +96,7 @@ class Ewc(Strategy):
         self.importance.anchor_P = _flat(_trained(method.online)).detach().clone()
 
     def fisher(self, task: CurrentTask, method: Method) -> Tensor:
-        """Returns F of one task, over the global batches of an epoch of its own. Leaves the method as it was."""
+        """Returns F of one task, from global batches of a separate epoch. The method does not change."""
         stream = task.open(Selection(tasks=task.tasks))
         weights = _trained(method.online)
         fisher_P = torch.zeros_like(_flat(weights).detach())
@@ -113,7 +114,7 @@ class Ewc(Strategy):
     def _gradient(self, method: Method, weights: list[nn.Parameter], inputs: Inputs) -> Tensor:
         """Returns the gradient of the global batch's loss, the same on every rank."""
         setting, parts = self.setting, []
-        # Not in float16, which needs a scaler to keep small gradients.
+        # Not in float16, which would need a scaler for small gradients.
         dtype = setting.amp_dtype if setting.amp_dtype is torch.bfloat16 else None
         for part in micro_batches(inputs, setting.accumulate):
             with torch.enable_grad(), torch.autocast(setting.device.type, dtype, enabled=dtype is not None):
@@ -133,7 +134,7 @@ def _flat(tensors: Any) -> Tensor:
 
 @contextmanager
 def _undisturbed(method: Method, device: torch.device) -> Iterator[None]:
-    """Puts back what a forward pass moves: BatchNorm's statistics, those of slow copies too, and random draws."""
+    """Restores what a forward pass changes: BatchNorm's statistics, also in slow copies, and the random state."""
     buffers = [(buffer, buffer.clone()) for buffer in method.buffers()]
     copies = [
         (item, {key: value.clone() for key, value in item.state_dict().items()}) for item in method.copies.values()

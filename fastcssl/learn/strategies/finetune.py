@@ -1,4 +1,4 @@
-"""Fine-tuning: the method's loss, task after task, and nothing against forgetting."""
+"""Fine-tuning: trains the method's loss task after task and does nothing against forgetting."""
 
 from dataclasses import dataclass
 from typing import ClassVar

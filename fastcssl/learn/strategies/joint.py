@@ -1,4 +1,4 @@
-"""Joint training: one task, the union of all. What continual learners are measured against."""
+"""Joint training: trains the union of all tasks as one task. Continual learners are compared with it."""
 
 from dataclasses import dataclass
 

@@ -1,11 +1,11 @@
-"""Less-Forget: the backbone's features stay near those of the frozen network, in direction, without a predictor.
+"""Less-Forget: keeps the direction of the encoder's features close to the frozen network's, without a predictor.
 
-After Jung et al., Less-forgetting Learning in Deep Neural Networks, 2016. CaSSLe prints numbers for it in the
-self-supervised setting but does not publish its definition; this one is ours:
+After Jung et al., Less-forgetting Learning in Deep Neural Networks, 2016. CaSSLe reports results for it in the
+self-supervised setting but does not publish its definition. This definition is ours:
 
     L + weight x mean over views of mean [1 - cos(h, h_frozen)],   h = features of the encoder, not of the projector
 
-On the first task, the method's own loss alone.
+On the first task, only the method's own loss is trained.
 """
 
 from dataclasses import dataclass

@@ -1,14 +1,14 @@
-"""LUMP: every image is mixed with a replayed one, and the method learns from the mixture alone.
+"""LUMP: mixes every image with a replayed one, and the method learns only from the mixture.
 
-After Madaan et al., Representational Continuity for Unsupervised Continual Learning, 2022. CaSSLe prints numbers for
-it but does not publish its definition; this one is ours:
+After Madaan et al., Representational Continuity for Unsupervised Continual Learning, 2022. CaSSLe reports results for
+it but does not publish its definition. This definition is ours:
 
     x~_v = lambda x_v + (1 - lambda) b_v  for both views,  lambda ~ Beta(alpha, alpha), one for a whole batch
     L(x~), or with labels  lambda L(x~, y) + (1 - lambda) L(x~, y_b)
 
-b is a replayed sample, augmented anew at each visit; `learn/replay.py` says which and when. lambda is drawn from (seed,
-task, number of the batch), so that ranks, micro-batches and resumed runs draw alike. On the first task, the method's
-own loss alone.
+b is a replayed sample, with a new augmentation at each visit. `learn/replay.py` says which samples are replayed, and
+when. lambda is a function of (seed, task, number of the batch), so all ranks, micro-batches and resumed runs draw the
+same value. On the first task, only the method's own loss is trained.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from fastcssl.learn.strategies import CurrentTask, Strategy, StrategyConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LumpConfig(StrategyConfig):
-    budget: int = 1000  # samples kept of all earlier tasks together
-    alpha: float = 0.4  # the mixture's share is drawn from Beta(alpha, alpha)
+    budget: int = 1000  # number of samples kept from all earlier tasks together
+    alpha: float = 0.4  # the mixing weight is drawn from Beta(alpha, alpha)
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
         if not self.alpha > 0:
-            raise ValueError(f"strategy.alpha is {self.alpha}; a Beta distribution needs more than 0.")
+            raise ValueError(f"strategy.alpha is {self.alpha}; a Beta distribution needs a value above 0.")
 
 
 class Lump(Strategy):
@@ -69,7 +69,7 @@ class Lump(Strategy):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _drawn(self, inputs: Inputs) -> Tensor:
-        """Returns lambda of the batch that the replay stands at."""
+        """Returns lambda for the current batch of the replay."""
         counter = np.random.Philox(key=self.setting.seed, counter=[0, 0, self.replay.batch, self.replay.epoch])
         share = np.random.Generator(counter).beta(self.config.alpha, self.config.alpha)
         view = inputs.views[0]

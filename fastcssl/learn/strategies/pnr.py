@@ -1,19 +1,22 @@
-"""PNR: pseudo-negatives from the frozen network in the plasticity term, from the current one in the stability term.
+"""PNR: adds pseudo-negatives, from the frozen network to plasticity and from the current network to stability.
 
 Cha et al., Regularizing with Pseudo-Negatives for Continual Self-Supervised Learning, ICML 2024.
 
-Contrastive methods (section 3.2): L1 pulls z to its other view, L2 pulls g(z) to the frozen embedding of its own view;
-both are told from the same negatives, the current model's and the frozen model's (PN1 joins L1, PN2 joins L2).
-Others (section 3.3): CaSSLe's terms, minus weight x repel from the frozen embedding of the other view (PN2).
+Contrastive methods (section 3.2): L1 (plasticity) pulls z towards its other view. L2 (stability) pulls g(z) towards the
+frozen embedding of its own view. Both have the same negatives: the current model's and the frozen model's (PN1 adds the
+frozen ones to L1, PN2 the current ones to L2).
+Other methods (section 3.3): CaSSLe's terms, minus weight x repel from the frozen embedding of the other view (PN2).
 
-form = code   as released. MoCo: the negatives of a view are the banks of the other view, positives in both
-              denominators. SimCLR: the positive in the denominator of L1 only.
-form = paper  MoCo: banks of both views of both models and the sample's own other-view frozen embedding; the positive in
-              the denominator of L1 only. SimCLR: the same as code. Barlow, BYOL, VICReg: the method's `repel`.
+form = code   as released. MoCo: the negatives of a view are the banks of the other view, with the positive in both
+              denominators. SimCLR: the positive is only in the denominator of L1.
+form = paper  MoCo: the negatives are the banks of both views of both models and the sample's own frozen embedding of
+              the other view; the positive is only in the denominator of L1. SimCLR: the same as code. Barlow, BYOL,
+              VICReg: the method's `repel`.
 
-SupCon is in neither; ours is SimCLR's with label positives in L1. Entries with the row's label stay negatives, as the
-other view's frozen embedding does. `exclude_same_label` hides them, the row's own sample included: the frozen ones from
-L1, which keeps its positives in the denominator as SupCon's loss has them, and both models' from L2.
+Neither the release nor the paper has SupCon. Ours is SimCLR's form with label positives in L1. Entries with the row's
+label stay negatives, as does the other view's frozen embedding. `exclude_same_label` hides them, and the row's own
+sample too: it hides the frozen ones from L1, whose denominator keeps the positives as in SupCon's loss, and those of
+both models from L2.
 """
 
 import math
@@ -36,12 +39,12 @@ Form = Literal["code", "paper"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PnrConfig(StrategyConfig):
     form: Form = "code"  # as released, or as the paper prints it
-    pn1: bool = True  # frozen negatives in the plasticity term; contrastive methods only
-    pn2: bool = True  # current negatives in the stability term; for the others: repel at all
+    pn1: bool = True  # frozen negatives in the plasticity term; only for contrastive methods
+    pn2: bool = True  # current negatives in the stability term; for methods without negatives: repel
     weight: float = 1.0  # of repel, for methods without negatives; lambda in the paper
     align_weight: float = 1.0  # of align, for methods without negatives
     temperature: float = 0.2  # of the stability term
-    exclude_same_label: bool = False  # from the negatives; supervised methods only
+    exclude_same_label: bool = False  # from the negatives; only for supervised methods
     frozen: Frozen = "eval"  # batch: normalise by batch statistics
 
     def __post_init__(self) -> None:
@@ -53,19 +56,19 @@ class Pnr(Distilling):
     name = "pnr"
     Config = PnrConfig
     config: PnrConfig
-    num_views = 2  # each is told from the frozen embedding of the other
+    num_views = 2  # each view's negatives include the frozen embedding of the other
 
     @classmethod
     def check(cls, config: StrategyConfig, method: type[Method]) -> None:
         assert isinstance(config, PnrConfig)
         if not method.contrastive and not config.pn1:
             raise UserError(
-                f"strategy.pn1 is off, but {method.name} has no negatives that PN1 could join. Leave it on; "
+                f"strategy.pn1 is off, but {method.name} has no negatives that PN1 could add to. Leave it on; "
                 "--strategy.pn2 off switches its pseudo-negatives off."
             )
         if config.exclude_same_label and not method.supervised:
             raise UserError(
-                f"strategy.exclude_same_label is on, but {method.name} does not know labels. Leave it off, or "
+                f"strategy.exclude_same_label is on, but {method.name} does not use labels. Leave it off, or "
                 "train supcon."
             )
 
@@ -122,17 +125,17 @@ class Pnr(Distilling):
         }
 
     def _pushes(self, method: Method, e: Embeddings, f: tuple[Tensor, ...]) -> tuple[list[Push], list[Push]]:
-        """Returns what the last sweep of each bank writes there: of the current model's banks, and of the frozen's."""
+        """Returns the keys that each bank's last sweep writes, for the current model's banks and the frozen ones."""
         frozen = [(bank, self.world.gather_keys(f[bank.view])) for bank in self.banks]
         return list(zip(method.banks, method.keys(e), strict=True)), frozen
 
     def _sweep(self, rows: Rows, mine: Push, frozen: Push, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns L1 and L2 of one view: its rows and ours against the current and the frozen bank."""
+        """Returns L1 and L2 of one view, both against the current and the frozen bank."""
         bank, _ = frozen
         return self._both(rows, (bank.rows_KD,), (bank.filled,), p_MD, f_MD, [mine], [frozen])
 
     def _in_batch(self, method: Method, e: Embeddings, p_MD: Tensor, f_MD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns L1 and L2 of stacked views, told from all other current and frozen embeddings of the batch."""
+        """Returns L1 and L2 of stacked views against all other current and frozen embeddings of the batch."""
         (rows,) = method.rows(e)
         f_KD = self.world.gather(f_MD)
         if self.config.exclude_same_label and e.label is not None:
@@ -142,7 +145,7 @@ class Pnr(Distilling):
     def _other_labels(
         self, rows: Rows, f_KD: Tensor, p_MD: Tensor, f_MD: Tensor, label_M: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns L1 and L2 as `_both`, but entries with the row's label are no negatives."""
+        """Returns L1 and L2 as `_both` does, but entries with the row's label are not negatives."""
         assert rows.own_M is not None and not isinstance(rows.temperature, Tensor)
         (z_KD,), config = rows.keys, self.config
         same_MK = label_M[:, None] == self.world.gather(label_M)
@@ -165,9 +168,10 @@ class Pnr(Distilling):
         mine: Sequence[Push] = (),
         frozen: Sequence[Push] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Returns L1 and L2, a value a row, in one sweep when they share negatives. The last sweep of a bank writes it.
+        """Returns L1 and L2, one value per row each, in one sweep when they share negatives.
 
-        `mine`, `frozen`: what goes to the banks that `rows` sees and to those of the frozen keys.
+        The last sweep of a bank also writes it. `mine` holds the pushes for the banks that `rows` sees, `frozen` those
+        for the banks of the frozen keys.
         """
         keys, filled = rows.keys + frozen_keys, rows.filled + frozen_filled
         config, num_rows, pushes = self.config, len(rows.query_MD), (*mine, *frozen)
@@ -197,8 +201,8 @@ class Pnr(Distilling):
     ) -> tuple[Tensor, Tensor]:
         """Returns L1 and L2 of both views against the banks of both views, so that all rows share one sweep.
 
-        L2's positive is not in its denominator but the other view's frozen embedding is: that one takes the positive's
-        place in the sweep, and the numerator is put right afterwards.
+        L2's denominator does not contain its positive but the other view's frozen embedding. That embedding takes the
+        positive's place in the sweep, and the numerator is corrected afterwards.
         """
         first, second = method.rows(e)
         rows = Rows(
