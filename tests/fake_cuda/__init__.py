@@ -1,0 +1,58 @@
+"""Fake CUDA: processes in which torch sees a card that has streams, events and a capability, but cannot compute.
+
+`runtime.c` is preloaded in place of libcudart. Under `FakeTensorMode` the real code of the project then runs on "cuda:0",
+its backward pass, autocast and streams included, and anything that would need a value from the device fails.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+
+
+@cache
+def _library() -> Path:
+    """Builds the fake runtime once per process and returns its path; skips the test where there is no nvcc."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("the fake CUDA runtime is built with nvcc, which is not on PATH")
+    folder = Path(mkdtemp(prefix="fake-cuda-"))
+    path = folder / "libcuda.so.1"  # torch opens the driver by this name
+    flags = ["-cudart", "none", "-shared", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror,-std=gnu11"]
+    subprocess.run([nvcc, "-x", "c", *flags, "-o", str(path), str(HERE / "runtime.c")], check=True)
+    return path
+
+
+def environment(*, capability: int = 90, devices: int = 1) -> dict[str, str]:
+    """Returns the variables of a process with fake cards of a compute capability such as 90 or 75."""
+    library = _library()
+    return os.environ | {
+        "LD_PRELOAD": str(library),
+        "LD_LIBRARY_PATH": f"{library.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "PYTHONPATH": f"{TESTS}:{TESTS.parent}:{os.environ.get('PYTHONPATH', '')}",
+        "FAKE_CUDA_CAPABILITY": str(capability),
+        "FAKE_CUDA_DEVICES": str(devices),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run(code: str, *arguments: str, capability: int = 90, devices: int = 1) -> str:
+    """Runs Python code in such a process and returns what it printed; a failure shows its whole output."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", code, *arguments],
+        env=environment(capability=capability, devices=devices),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
