@@ -1,7 +1,7 @@
 """Fake CUDA: processes in which torch sees a card that has streams, events and a capability, but cannot compute.
 
-`runtime.c` is preloaded in place of libcudart. Under `FakeTensorMode` the real code of the project then runs on "cuda:0",
-its backward pass, autocast and streams included, and anything that would need a value from the device fails.
+`runtime.c` is preloaded in place of libcudart. Under `FakeTensorMode` the real code of the project then runs on
+"cuda:0", its backward pass, autocast and streams included, and what would need a value from the device fails.
 """
 
 import os

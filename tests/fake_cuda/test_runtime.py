@@ -1,7 +1,8 @@
 """The fake runtime itself: a backward pass on "cuda:0" works, and what needs a card or a value fails."""
 
-import fake_cuda
 import pytest
+
+import fake_cuda
 
 STEP = """
 import sys, torch
