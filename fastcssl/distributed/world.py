@@ -9,23 +9,21 @@ Shapes: N rows on this rank, G rows over all ranks, ordered by rank.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastcssl.distributed.batchnorm import BatchNormAcrossRanks as BatchNormAcrossRanks
 from fastcssl.errors import UserError
 
 Scope = Literal["global", "local"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
-Module = TypeVar("Module", bound=nn.Module)
 
 # The words with which gloo and its store report a lost peer. NCCL has its own error types.
 _GONE = re.compile(r"connection|timed out|timeout|broken pipe|socket|pair closure", re.IGNORECASE)
@@ -92,7 +90,7 @@ class World:
 
     def gather_keys(self, x_N: Tensor) -> Tensor:
         """Returns the rows of all ranks, whatever the scope, without gradient. This keeps banks equal on every rank."""
-        return self._all_rows(x_N.detach()) if self.size > 1 else x_N.detach()
+        return self.collect_rows(x_N.detach()) if self.size > 1 else x_N.detach()
 
     def total(self, x: Tensor) -> Tensor:
         """Returns the sum over all ranks in the scope. The result is differentiable."""
@@ -128,9 +126,10 @@ class World:
         """Returns a copy of every rank's tensor. All ranks must pass tensors of the same shape."""
         if self.size == 1:
             return [tensor.detach().clone()]
-        return [other.clone() for other in self._all_rows(tensor.detach()[None])]
+        return [other.clone() for other in self.collect_rows(tensor.detach()[None])]
 
-    def _all_rows(self, x_N: Tensor) -> Tensor:
+    def collect_rows(self, x_N: Tensor) -> Tensor:
+        """Returns the rows of all ranks, whatever the scope. Autograd does not see it."""
         x_G = x_N.new_empty(self.size * len(x_N), *x_N.shape[1:])
         with self._group("gather"):
             dist.all_gather_single(x_G, x_N.contiguous())
@@ -142,7 +141,8 @@ class World:
             dist.reduce_scatter_single(x_N, x_G.contiguous())
         return x_N
 
-    def _total(self, x: Tensor) -> Tensor:
+    def add_over_ranks(self, x: Tensor) -> Tensor:
+        """Returns the sum over all ranks, whatever the scope. Autograd does not see it."""
         total = x.clone(memory_format=torch.contiguous_format)
         with self._group("total"):
             dist.all_reduce(total)
@@ -169,7 +169,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_N: Tensor, world: World) -> Tensor:
         ctx.world = world
-        return world._all_rows(x_N)
+        return world.collect_rows(x_N)
 
     @staticmethod
     @once_differentiable
@@ -181,12 +181,12 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
         ctx.world = world
-        return world._total(x)
+        return world.add_over_ranks(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.world._total(grad), None
+        return ctx.world.add_over_ranks(grad), None
 
 
 def connect(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> tuple[World, torch.device]:
@@ -253,28 +253,3 @@ def disconnect() -> None:
     """Shuts the process group down, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def synchronised(module: Module, world: World, device: torch.device) -> Module:
-    """Returns the module with BatchNorm over all ranks, whatever the scope, as in the released multi-GPU scripts.
-
-    The module is changed in place: each BatchNorm layer is replaced by one that keeps its weights and statistics.
-    """
-    if world.size == 1:
-        return module
-    if device.type == "cuda":
-        return cast(Module, _with_batch_norm(module, nn.SyncBatchNorm.convert_sync_batchnorm, {}))
-    everyone = replace(world, scope="global")
-    return cast(Module, _with_batch_norm(module, lambda layer: BatchNormAcrossRanks.like(layer, everyone), {}))
-
-
-def _with_batch_norm(
-    module: nn.Module, convert: Callable[[Any], nn.Module], done: dict[nn.Module, nn.Module]
-) -> nn.Module:
-    """Converts the BatchNorm layers in place. `done` makes sure that a layer used twice stays one layer."""
-    if module not in done:
-        done[module] = convert(module) if isinstance(module, nn.modules.batchnorm._BatchNorm) else module
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = _with_batch_norm(child, convert, done)
-    return done[module]

@@ -5,7 +5,7 @@ them.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fastcssl import ops
+from fastcssl.learn.nets import ViewPass
 
 AtTaskStart = Literal["keep", "reset", "prefill"]
 Initial = Literal["empty", "random"]
@@ -23,10 +24,16 @@ class _NetworkCopy:
 
     def __init__(self, source: nn.Module) -> None:
         self.module = copy.deepcopy(source).requires_grad_(False)
+        self._views = ViewPass(self.module)
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Any:
         return self.module(x)
+
+    @torch.no_grad()
+    def each(self, views: Sequence[Tensor]) -> Any:
+        """Returns the network's outputs for all views, computed together (see `ViewPass`)."""
+        return self._views(views)
 
     def to(self, device: torch.device) -> None:
         self.module.to(device)

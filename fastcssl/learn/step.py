@@ -26,7 +26,7 @@ class Step(nn.Module):
         self.method, self.strategy = method, strategy
 
     def forward(self, inputs: Inputs) -> dict[str, Tensor]:
-        return self.strategy.terms(self.method, inputs)
+        return self.strategy.terms(self.method, inputs.adjacent())
 
     def groups(self) -> list[dict[str, Any]]:
         """Returns the parameter groups for the optimiser. As in the references, the strategy has its own group."""

@@ -14,7 +14,7 @@ point in the group "fastcssl.methods". The conformance suite finds it.
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from fastcssl import ops
 from fastcssl.data.policies import pair
 from fastcssl.data.views import Family, Policy
-from fastcssl.distributed.world import World, synchronised
+from fastcssl.distributed.batchnorm import synchronised
+from fastcssl.distributed.world import World
 from fastcssl.learn.memory import AtTaskStart, Bank, Initial, Memory
-from fastcssl.learn.nets import Online
+from fastcssl.learn.nets import Online, ViewPass, adjacent
 from fastcssl.plugins import Plugins
 
 
@@ -36,6 +37,10 @@ class Inputs:
     views: tuple[Tensor, ...]  # each [N, 3, size, size]
     label: Tensor  # int64 [N]; only supervised methods use it
     id: Tensor  # int64 [N], the sample ids
+
+    def adjacent(self) -> "Inputs":
+        """Returns the same inputs, with the views of each size side by side in memory, for `ViewPass` to take them."""
+        return replace(self, views=adjacent(self.views))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -168,7 +173,8 @@ class Method(nn.Module):
     def __init__(self, encoder: nn.Module, projector: nn.Module, setting: Setting, *, normalise: bool = False) -> None:
         super().__init__()
         self.setting, self.world = setting, setting.world
-        self.online: Online = synchronised(Online(encoder, projector, normalise=normalise), self.world, setting.device)
+        self.online: Online = synchronised(Online(encoder, projector, normalise=normalise), self.world)
+        self.each_view = ViewPass(self.online)
         self.banks: tuple[Bank, ...] = ()  # one per view, for methods that keep keys
         self.copies: dict[str, Memory] = {}  # all state outside the module that a checkpoint must hold
 

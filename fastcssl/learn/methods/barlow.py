@@ -39,7 +39,7 @@ class Barlow(Method):
         self.config = config
 
     def forward(self, inputs: Inputs) -> Embeddings:
-        h, z = zip(*(self.online(view) for view in inputs.views), strict=True)
+        h, z = self.each_view(inputs.views)
         return Embeddings(h=h, z=z)
 
     def loss(self, e: Embeddings) -> Tensor:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fastcssl.distributed.world import synchronised
+from fastcssl.distributed.batchnorm import synchronised
 from fastcssl.learn.losses import cosine_distance
 from fastcssl.learn.memory import EmaCopy
 from fastcssl.learn.methods import Embeddings, Inputs, Method, MethodConfig, Setting, check_ema, ema_momentum
-from fastcssl.learn.nets import mlp, seeded
+from fastcssl.learn.nets import ViewPass, mlp, seeded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,15 @@ class Byol(Method):
         self.config = config
         with seeded(setting.seed, "predictor"):
             predictor = mlp((config.dim, config.predictor_hidden, config.dim), norm=True)
-        self.predictor = synchronised(predictor, self.world, setting.device)
+        self.predictor = synchronised(predictor, self.world)
+        self.predict_each = ViewPass(self.predictor)
         self.slow = EmaCopy(self.online)
         self.copies = {"slow": self.slow}
 
     def forward(self, inputs: Inputs) -> Embeddings:
-        h, z = zip(*(self.online(view) for view in inputs.views), strict=True)
-        _, target = zip(*(self.slow(view) for view in inputs.views), strict=True)
-        return Embeddings(h=h, z=z, target=target, prediction=tuple(self.predictor(z_ND) for z_ND in z))
+        h, z = self.each_view(inputs.views)
+        _, target = self.slow.each(inputs.views)
+        return Embeddings(h=h, z=z, target=target, prediction=self.predict_each(z))
 
     def loss(self, e: Embeddings) -> Tensor:
         return cosine_distance(e.prediction[0], e.target[1]) + cosine_distance(e.prediction[1], e.target[0])

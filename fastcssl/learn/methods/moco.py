@@ -69,8 +69,8 @@ class Moco(Method):
         self.copies = {"slow": self.slow, "bank0": self.banks[0], "bank1": self.banks[1]}
 
     def forward(self, inputs: Inputs) -> Embeddings:
-        h, q = zip(*(self.online(view) for view in inputs.views), strict=True)
-        _, k = zip(*(self.slow(view) for view in inputs.views), strict=True)
+        h, q = self.each_view(inputs.views)
+        _, k = self.slow.each(inputs.views)
         return Embeddings(h=h, z=q, target=k)
 
     def rows(self, e: Embeddings) -> list[Rows]:

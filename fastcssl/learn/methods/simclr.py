@@ -40,7 +40,7 @@ class Simclr(Method):
         self.config = config
 
     def forward(self, inputs: Inputs) -> Embeddings:
-        h, z = zip(*(self.online(view) for view in inputs.views), strict=True)
+        h, z = self.each_view(inputs.views)
         return Embeddings(h=h, z=z, label=inputs.label)
 
     def rows(self, e: Embeddings) -> list[Rows]:

@@ -48,7 +48,7 @@ class Vicreg(Method):
         return policy(f"pnr-vicreg-{family}")
 
     def forward(self, inputs: Inputs) -> Embeddings:
-        h, z = zip(*(self.online(view) for view in inputs.views), strict=True)
+        h, z = self.each_view(inputs.views)
         return Embeddings(h=h, z=z)
 
     def loss(self, e: Embeddings) -> Tensor:

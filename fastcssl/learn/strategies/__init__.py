@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from fastcssl.data.loader import Stream
 from fastcssl.data.prepared import Selection
-from fastcssl.distributed.world import synchronised
+from fastcssl.distributed.batchnorm import synchronised
 from fastcssl.learn.memory import Bank, FrozenCopy
 from fastcssl.learn.methods import Inputs, Method, Setting
-from fastcssl.learn.nets import mlp, seeded
+from fastcssl.learn.nets import ViewPass, mlp, seeded
 from fastcssl.plugins import Plugins
 
 Frozen = Literal["eval", "batch"]  # how the frozen network's BatchNorm normalises
@@ -101,6 +101,7 @@ class Distilling(Strategy):
     def __init__(self, config: StrategyConfig, setting: Setting) -> None:
         super().__init__(config, setting)
         self.g: nn.Module | None = None
+        self._predict_each: ViewPass | None = None
         self.frozen: FrozenCopy | None = None
 
     def freeze(self, method: Method, how: Frozen) -> None:
@@ -114,17 +115,21 @@ class Distilling(Strategy):
             with seeded(self.setting.seed, "g"):
                 g = mlp((dim, self.predictor_hidden, dim), norm=True)
             like = next(method.parameters())
-            self.g = synchronised(g, self.world, self.setting.device).to(device=like.device, dtype=like.dtype)
+            self.g = synchronised(g, self.world).to(device=like.device, dtype=like.dtype)
+            self._predict_each = ViewPass(self.g)
 
     def predictions(self, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Returns g applied to the embedding of each view."""
-        assert self.g is not None
-        return tuple(self.g(z_ND) for z_ND in z)
+        assert self._predict_each is not None
+        predictions: tuple[Tensor, ...] = self._predict_each(z)
+        return predictions
 
     def frozen_embeddings(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """Returns the frozen network's embedding of each view."""
         assert self.frozen is not None
-        return tuple(self.frozen(view)[1] for view in inputs.views)
+        _, f = self.frozen.each(inputs.views)
+        embeddings: tuple[Tensor, ...] = f
+        return embeddings
 
 
 _PLUGINS: Plugins[Strategy] = Plugins("strategy", __name__, group="fastcssl.strategies")

@@ -43,7 +43,7 @@ class Lessforget(Strategy):
         e = method(inputs)
         terms = {"loss": method.loss_then_remember(e)}
         if self.frozen is not None:
-            away = [1 - cosine(h_NF, self.frozen(view)) for h_NF, view in zip(e.h, inputs.views, strict=True)]
+            away = [1 - cosine(h_NF, f_NF) for h_NF, f_NF in zip(e.h, self.frozen.each(inputs.views), strict=True)]
             terms["features"] = self.config.weight * torch.stack(away).mean()
         return terms
 
