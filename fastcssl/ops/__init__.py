@@ -228,7 +228,7 @@ def enqueue(
     if impl not in ("auto", "cuda", "cpu", "torch"):
         raise ValueError(f"impl is {impl!r}; use 'auto', 'cuda', 'cpu' or 'torch'.")
     device = bank_KD.device.type
-    reason = missing(device, "info_nce_sweep") if device in ("cpu", "cuda") else f"there is none for {device}"
+    reason = missing(device, "info_nce_sweep") if device in ("cpu", "cuda") else f"there is no operator for {device}"
     if reason is None and (bank_KD.dtype not in STORED or keys_GD.dtype == torch.float64):
         reason = f"it does not take a {kind(bank_KD)} bank with {kind(keys_GD)} keys"
     if impl == "torch" or (impl == "auto" and reason is not None):
@@ -264,7 +264,7 @@ def _not_compiled(query_MD: Tensor, positive_MD: Tensor, banks: Sequence[Tensor]
     """Returns why there is no compiled sweep for these tensors, or None if there is one."""
     device, dim = query_MD.device.type, query_MD.shape[1]
     if device not in ("cpu", "cuda"):
-        return f"there is none for {device}"
+        return f"there is no operator for {device}"
     if (reason := missing(device, "info_nce_sweep")) is not None:
         return reason
     if compute_dtype(query_MD, positive_MD) == torch.float64:

@@ -333,7 +333,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         assert not path.exists()
 
     refused(["conv1.weight is torch.float32 [8, 3, 3, 3], not torch.float32 [8, 3, 7, 7]"], encoder, plain, {})
-    words = ["missing are conv1.weight, bn1.weight, bn1.bias and 117 more", "unexpected are 0.conv1.weight"]
+    words = ["missing keys conv1.weight, bn1.weight, bn1.bias and 117 more", "unexpected keys 0.conv1.weight"]
     refused([*words, "resnet18-w8 with the cifar stem", "without wrappers"], nn.Sequential(encoder), TINY, {})
     refused(["'seed' is 5", "convert it"], encoder, TINY, {"seed": 5})
     refused(["'stem'", "another name"], encoder, TINY, {"stem": "cifar"})
@@ -393,8 +393,8 @@ def test_files_that_do_not_hold_what_they_say(tmp_path: Path) -> None:
     refused(["stem 'patch'"], state, {**good, "stem": "patch"})
     refused(["conv1.weight", "[8, 3, 3, 3]", "[8, 3, 7, 7]"], state, {**good, "stem": "imagenet"})
     less = {key: tensor for key, tensor in state.items() if key != "layer3.0.bn1.running_mean"}
-    refused(["missing are layer3.0.bn1.running_mean."], less, good)
-    refused(["unexpected are fc.weight."], {**state, "fc.weight": torch.zeros(3)}, good)
-    refused(["missing are layer3.0.bn1.running_mean and unexpected are x."], {**less, "x": torch.zeros(1)}, good)
+    refused(["missing keys layer3.0.bn1.running_mean."], less, good)
+    refused(["unexpected keys fc.weight."], {**state, "fc.weight": torch.zeros(3)}, good)
+    refused(["missing keys layer3.0.bn1.running_mean and unexpected keys x."], {**less, "x": torch.zeros(1)}, good)
     half = {**state, "conv1.weight": state["conv1.weight"].half()}
     refused(["conv1.weight is torch.float16 [8, 3, 3, 3], not torch.float32"], half, good)
