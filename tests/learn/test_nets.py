@@ -357,7 +357,7 @@ def test_torn_files(tmp_path: Path) -> None:
     for length in (0, 4, 8, 200, header, header + 64, len(content) - 1):
         torn.write_bytes(content[:length])
         for read in (load_encoder, encoder_file.describe_file):
-            says([str(torn), "only a part", "again"], EncoderFileError, lambda read=read: read(torn))
+            says([str(torn), "it is incomplete", "again"], EncoderFileError, lambda read=read: read(torn))
     torn.write_bytes(content + b"x")
     says([str(torn), "not a safetensors file"], EncoderFileError, lambda: load_encoder(torn))
 
@@ -386,8 +386,8 @@ def test_files_that_do_not_hold_what_they_say(tmp_path: Path) -> None:
     save_file(state, path, good)
     assert not differ(load_encoder(path), trained())
     refused(["does not say which encoder", "architecture", "load_state_dict"], state, None)
-    refused(["lack architecture, stem, num_features"], state, {"format_version": "1"})
-    says(["lack architecture"], EncoderFileError, lambda: encoder_file.describe_file(path))
+    refused(["metadata has no architecture, stem, num_features"], state, {"format_version": "1"})
+    says(["metadata has no architecture"], EncoderFileError, lambda: encoder_file.describe_file(path))
     refused(["format '2'", "'1'"], state, {**good, "format_version": "2"})
     refused(["'vit_b_16'", "Known: resnet18"], state, {**good, "architecture": "vit_b_16"})
     refused(["stem 'patch'"], state, {**good, "stem": "patch"})
