@@ -1,9 +1,10 @@
 """Continual self-supervised learning on images, as fast as the hardware allows.
 
-Everything that the commands do, from Python (docs/python.md): `recipe`, `train_run`, `evaluate_runs`, `report_runs`,
-`diagnose`; the parts to build with are `Prepared`, `Loader`, `info_nce` and `fastcssl.learn`.
-Images are prepared by the package `dataprep`. A function is named by its verb and what it works on, as plain verbs are
-packages (`fastcssl.train` trains). Names are looked up when they are first used: importing this needs no torch.
+Everything that the commands do is available from Python (docs/python.md): `recipe`, `train_run`, `evaluate_runs`,
+`report_runs` and `diagnose`. `Prepared`, `Loader`, `info_nce` and `fastcssl.learn` are building blocks for other
+programs. The package `dataprep` prepares the images. A function's name is a verb and an object (`train_run`), because
+plain verbs are packages (`fastcssl.train`). Names are loaded when they are first used, so importing this package does
+not import torch.
 """
 
 from typing import TYPE_CHECKING
@@ -64,7 +65,7 @@ __all__ = [
     "train_seeds",
 ]
 
-if not TYPE_CHECKING:  # a type checker reads the imports above, and so knows a misspelt name
+if not TYPE_CHECKING:  # type checkers read the imports above, so they notice misspelt names
     _HOME = homes(
         {
             "api": ("evaluate_runs", "forecast_run", "train_run", "train_seeds"),

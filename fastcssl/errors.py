@@ -1,6 +1,6 @@
-"""Errors that a user's input or machine can cause. Each is shown as a sentence, without a traceback.
+"""Defines the errors that a user's input or machine can cause. They are shown as a sentence, without a traceback.
 
-The base, `UserError`, is that of dataprep, so that both packages have one family.
+The base class `UserError` comes from dataprep, so both packages share it.
 """
 
 from dataprep.errors import UserError
@@ -9,4 +9,4 @@ __all__ = ["Diverged", "UserError"]
 
 
 class Diverged(Exception):
-    """The loss is not finite any more; says the step, the terms and where the state was saved."""
+    """Raised when the loss is no longer finite. The message gives the step, the terms and where the state was saved."""

@@ -1,4 +1,4 @@
-"""Methods and strategies by name: one module each in a package of ours, or an entry point of someone else's package."""
+"""Finds methods and strategies by name: modules of our own packages, or entry points of other packages."""
 
 import importlib
 import pkgutil
@@ -12,7 +12,10 @@ Plugin = TypeVar("Plugin")
 
 
 class Plugins(Generic[Plugin]):
-    """`what` is "method": each module of `package` holds a class METHOD, and others' are entry points of `group`."""
+    """The plug-ins of one kind. If `what` is "method", each module of `package` holds a class METHOD.
+
+    Plug-ins of other packages are entry points of `group`.
+    """
 
     def __init__(self, what: str, package: str, group: str) -> None:
         self._what, self._package, self._group = what, package, group
@@ -22,10 +25,11 @@ class Plugins(Generic[Plugin]):
         return tuple(sorted(info.name for info in pkgutil.iter_modules(path)))
 
     def names(self) -> tuple[str, ...]:
+        """Returns all names, sorted."""
         return tuple(sorted({*self._own(), *(point.name for point in entry_points(group=self._group))}))
 
     def find(self, name: str) -> type[Plugin]:
-        """The class of a module here, or what an entry point names."""
+        """Returns the class of one of our own modules, or the class that an entry point names."""
         if name in self._own():
             found: Any = getattr(importlib.import_module(f"{self._package}.{name}"), self._what.upper())
         elif name in self.names():
@@ -43,14 +47,16 @@ class Plugins(Generic[Plugin]):
         return part
 
     def of(self, config: object) -> type[Plugin]:
-        """The one that a configuration belongs to."""
-        for known in (self._own, self.names):  # the second is slow: it reads what every package says of itself
+        """Returns the class that a configuration belongs to."""
+        for known in (self._own, self.names):  # the second is slow: it reads the metadata of every installed package
             for name in known():
                 try:
                     found: Any = self.find(name)
-                except UserError:  # a plug-in that is not the one asked for
+                except UserError:  # another plug-in, which cannot be loaded
                     continue
                 if type(config) is found.Config:
                     part: type[Plugin] = found
                     return part
-        raise ValueError(f"{type(config).__name__} belongs to no {self._what}. Known: {', '.join(self.names())}.")
+        raise ValueError(
+            f"{type(config).__name__} does not belong to a {self._what}. Known: {', '.join(self.names())}."
+        )

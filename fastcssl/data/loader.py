@@ -61,7 +61,7 @@ class Loader:
         if config.num_threads is not None and config.num_threads < 1:
             raise LoaderError(f"--num-threads {config.num_threads}: use 1 or more, or leave it out for one per core.")
         if config.prefetch < 1:
-            raise LoaderError(f"--prefetch {config.prefetch}: at least one batch has to be under way. Use 1 or more.")
+            raise LoaderError(f"--prefetch {config.prefetch}: at least one batch must be in progress. Use 1 or more.")
         local_batch_size = local_size(config.batch_size, self.world)
         kind = choose(data, config.loader)
         if config.augment == "dali" and kind.name != "dali":
@@ -225,7 +225,7 @@ class Stream:
         if len(self.quarantine) > self._max_corrupt:
             raise LoaderError(
                 f"{len(self.quarantine)} samples of {len(self._rows)} cannot be decoded, the last one {reason}; "
-                f"{self._max_corrupt} are allowed. Run fastcssl-prep verify {self._loader.data.folder}."
+                f"at most {self._max_corrupt} may fail. Run fastcssl-prep verify {self._loader.data.folder}."
             )
 
     def _photometry(self, view: int, crops_NHW3: torch.Tensor, columns_NC: Any) -> torch.Tensor:

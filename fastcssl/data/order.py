@@ -97,6 +97,7 @@ class EpochPlan:
         )
 
     def draw(self, row_N: RowNumbers, visit_N: RowNumbers) -> Drawn:
+        """Returns the random choices for all views of these rows."""
         table = self._data.table
         return draw_views(
             self._policy,

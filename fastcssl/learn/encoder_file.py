@@ -129,9 +129,9 @@ def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str
 
     parts = []
     if missing := [key for key in wanted if key not in found]:
-        parts.append(f"missing are {named(missing)}")
+        parts.append(f"missing keys {named(missing)}")
     if unexpected := [key for key in found if key not in wanted]:
-        parts.append(f"unexpected are {named(unexpected)}")
+        parts.append(f"unexpected keys {named(unexpected)}")
     for key, tensor in wanted.items():
         if key in found and (found[key].shape, found[key].dtype) != (tensor.shape, tensor.dtype):
             seen = f"{found[key].dtype} {list(found[key].shape)}"

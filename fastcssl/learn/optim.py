@@ -288,7 +288,9 @@ def lr_at(config: OptimConfig, peak: float, epoch: float, num_epochs: int) -> fl
     After num_epochs the rate keeps its final value.
     """
     if num_epochs < 1 or not 0 <= epoch < math.inf:
-        raise ValueError(f"epoch is {epoch} of {num_epochs}; it must be finite and at least 0, of at least 1.")
+        raise ValueError(
+            f"epoch is {epoch} of {num_epochs}; give a finite epoch from 0 on, and at least 1 epoch in all."
+        )
     if config.schedule == "constant":
         return peak
     at = min(math.floor(epoch) if config.schedule_unit == "epoch" else epoch, num_epochs)

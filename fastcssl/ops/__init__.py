@@ -1,6 +1,6 @@
-"""The operators: loads those that csrc compiles and tells torch.compile their shapes; chooses among several versions.
+"""Loads the compiled operators of csrc, registers their shapes for torch.compile, and chooses among implementations.
 
-FASTCSSL_OPS_LIBRARY  a library to load in place of the installed one, for tests of another build
+FASTCSSL_OPS_LIBRARY  a library to load instead of the installed one, for tests of another build
 """
 
 import importlib.machinery
@@ -25,15 +25,15 @@ from fastcssl.ops.infonce import (
 )
 
 Impl = Literal["auto", "cuda", "cpu", "chunked", "torch"]
-STORED = (torch.float32, torch.float16, torch.bfloat16)  # what the compiled sweeps read and write
-CUDA_WIDEST = 256  # D of the CUDA kernels, which wants to be a multiple of 8 too
+STORED = (torch.float32, torch.float16, torch.bfloat16)  # the types that the compiled sweeps read and write
+CUDA_WIDEST = 256  # the largest D of the CUDA kernels; it must also be a multiple of 8
 
 
 def _library() -> Path | None:
     chosen = os.environ.get("FASTCSSL_OPS_LIBRARY")
     if chosen:
         if not Path(chosen).is_file():
-            raise FileNotFoundError(f"FASTCSSL_OPS_LIBRARY is {chosen!r}, which is no file; unset it or correct it.")
+            raise FileNotFoundError(f"FASTCSSL_OPS_LIBRARY is {chosen!r}, which is not a file; unset it or correct it.")
         return Path(chosen)
     paths = (Path(__file__).with_name("_ops" + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((path for path in paths if path.is_file()), None)
@@ -43,7 +43,7 @@ _PATH = _library()
 _DEVICES: dict[str, frozenset[str]] = {}
 if _PATH is not None:
     torch.ops.load_library(_PATH)  # type: ignore[no-untyped-call]
-    # Asked once, not in missing(): torch.compile cannot trace the question.
+    # Done once here and not in missing(), because torch.compile cannot trace it.
     _DEVICES = {
         name: frozenset(
             device
@@ -78,7 +78,7 @@ if _PATH is not None:
 
 
 def missing(device: str, operator: str = "photometric") -> str | None:
-    """Why an operator is not compiled for this kind of device ("cpu", "cuda"), or None when it is."""
+    """Returns why an operator is not compiled for a kind of device ("cpu", "cuda"), or None if it is."""
     if _PATH is None:
         return "fastcssl was installed without its compiled operators; reinstall it with a C++ compiler"
     if device not in _DEVICES[operator]:
@@ -89,19 +89,19 @@ def missing(device: str, operator: str = "photometric") -> str | None:
 def photometric(
     crops_NHW3: Tensor, columns_NC: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """The fused operator. augment.py says what it computes and chooses between it and plain torch."""
+    """Calls the fused operator. data/augment.py defines the result and chooses between this and plain torch."""
     out: Tensor = torch.ops.fastcssl.photometric(crops_NHW3, columns_NC, mean, std, dtype)
     return out
 
 
 def photometric_isa(choose: str = "") -> str:
-    """The CPU's instruction set in use: avx512, avx2 or portable. `choose` forces one for tests, "auto" undoes that."""
+    """Returns the instruction set in use: avx512, avx2 or portable. `choose` forces one for tests; "auto" undoes it."""
     name: str = torch.ops.fastcssl.photometric_isa(choose)
     return name
 
 
 def info_nce_isa(choose: str = "") -> str:
-    """As photometric_isa, of the sweep."""
+    """Does the same as photometric_isa, for the sweep."""
     name: str = torch.ops.fastcssl.info_nce_isa(choose)
     return name
 
@@ -117,16 +117,17 @@ def info_nce(
     positive_in_denominator: bool = True,
     impl: Impl = "auto",
 ) -> Tensor:
-    """loss_M = log-sum-exp over the banks' logits (and the positive's, if so asked) minus the positive's logit.
+    """Returns loss_M, the log-sum-exp over the banks' logits minus the positive's logit.
 
-    Nothing is normalised here. Rows of bank b from filled[b] on are hidden, and from query i also row own_M[i] of every
-    bank (a number beyond a bank hides nothing). A query that sees no key has loss 0 and no gradient.
-    Gradients go to query, positive and, by `torch` alone, to banks. It computes in float32, or float64 if query or
-    positive is that.
+    With `positive_in_denominator`, the log-sum-exp includes the positive's logit. Nothing is normalised here. Rows of
+    bank b from filled[b] on are hidden from all queries. Row own_M[i] of every bank is hidden from query i (a number
+    beyond the end of a bank hides nothing). A query that sees no key has loss 0 and no gradient.
+    Gradients go to query and positive; only `torch` also gives gradients to banks. The computation is in float32, or in
+    float64 if query or positive is float64.
 
-    `cpu` and `cuda` are the compiled sweeps of float32, float16 and bfloat16 banks, `chunked` the same in torch, and
-    `torch` the definition. `auto` is `torch` when a bank requires a gradient, else a compiled sweep if there is one for
-    these tensors, else `chunked`.
+    `impl`: `cpu` and `cuda` are the compiled sweeps for float32, float16 and bfloat16 banks, `chunked` is the same in
+    torch, and `torch` is the definition. `auto` is `torch` when a bank requires a gradient, else a compiled sweep if
+    there is one for these tensors, else `chunked`.
     """
     check(query_MD, positive_MD, banks, temperature, filled, own_M)
     impl = _chosen(impl, query_MD, positive_MD, banks)
@@ -166,7 +167,7 @@ def info_nce_enqueue(
     normalise: bool = True,
     impl: Impl = "auto",
 ) -> Tensor:
-    """`info_nce`, then `enqueue` of keys[b] into bank b, in one operator. A bank whose keys are None is only read."""
+    """Does `info_nce`, then `enqueue` of keys[b] into bank b, in one operator. Banks with keys None are only read."""
     check(query_MD, positive_MD, banks, temperature, filled, own_M)
     if len(keys) != len(banks) or len(pointers) != len(banks):
         seen = f"but has {len(keys)} and {len(pointers)}"
@@ -218,18 +219,18 @@ def enqueue(
     normalise: bool = True,
     impl: Literal["auto", "cuda", "cpu", "torch"] = "auto",
 ) -> None:
-    """Keys go to rows pointer, pointer + 1, ..., around the end; of more keys than rows the last ones stay.
+    """Writes keys to rows pointer, pointer + 1, ..., wrapping at the end. Of more keys than rows, the last ones stay.
 
-    They are scaled to unit length, if so asked, and rounded to the bank's type. The pointer and the count of rows that
-    hold a key move on, on the device: nothing waits for it.
+    With `normalise`, keys are scaled to unit length. They are rounded to the bank's type. The pointer and the number of
+    filled rows are updated on the device, so the host does not wait.
     """
     _check_ring("enqueue", bank_KD, keys_GD, pointer, filled)
     if impl not in ("auto", "cuda", "cpu", "torch"):
         raise ValueError(f"impl is {impl!r}; use 'auto', 'cuda', 'cpu' or 'torch'.")
     device = bank_KD.device.type
-    reason = missing(device, "info_nce_sweep") if device in ("cpu", "cuda") else f"there is none for {device}"
+    reason = missing(device, "info_nce_sweep") if device in ("cpu", "cuda") else f"there is no operator for {device}"
     if reason is None and (bank_KD.dtype not in STORED or keys_GD.dtype == torch.float64):
-        reason = f"it takes no {kind(bank_KD)} bank with {kind(keys_GD)} keys"
+        reason = f"it does not take a {kind(bank_KD)} bank with {kind(keys_GD)} keys"
     if impl == "torch" or (impl == "auto" and reason is not None):
         enqueue_torch(bank_KD, keys_GD, pointer, filled, normalise=normalise)
         return
@@ -241,7 +242,7 @@ def enqueue(
 
 
 def _chosen(impl: Impl, query_MD: Tensor, positive_MD: Tensor, banks: Sequence[Tensor]) -> Impl:
-    """Of checked tensors."""
+    """Returns the implementation to use for these tensors, which were checked before."""
     if impl not in ("auto", "cuda", "cpu", "chunked", "torch"):
         raise ValueError(f"impl is {impl!r}; use 'auto', 'cuda', 'cpu', 'chunked' or 'torch'.")
     if impl in ("chunked", "torch"):
@@ -260,10 +261,10 @@ def _chosen(impl: Impl, query_MD: Tensor, positive_MD: Tensor, banks: Sequence[T
 
 
 def _not_compiled(query_MD: Tensor, positive_MD: Tensor, banks: Sequence[Tensor]) -> str | None:
-    """Why there is no compiled sweep of these tensors, or None when there is."""
+    """Returns why there is no compiled sweep for these tensors, or None if there is one."""
     device, dim = query_MD.device.type, query_MD.shape[1]
     if device not in ("cpu", "cuda"):
-        return f"there is none for {device}"
+        return f"there is no operator for {device}"
     if (reason := missing(device, "info_nce_sweep")) is not None:
         return reason
     if compute_dtype(query_MD, positive_MD) == torch.float64:
@@ -276,7 +277,7 @@ def _not_compiled(query_MD: Tensor, positive_MD: Tensor, banks: Sequence[Tensor]
 
 
 def _exact(impl: Impl) -> bool:
-    """Whether float32 products on tensor cores keep all digits, as torch is asked to for its own."""
+    """Returns whether float32 products on tensor cores keep full precision. It follows torch's own setting."""
     return impl == "cuda" and torch.get_float32_matmul_precision() == "highest"
 
 
@@ -296,4 +297,4 @@ def _check_ring(
             raise ValueError(f"{name}: {what} must be a 0-d int64 tensor, but is {seen}.")
     for what, tensor in (("keys", keys_GD), ("pointer", pointer), ("filled", filled)):
         if tensor is not None and tensor.device != bank_KD.device:
-            raise ValueError(f"{name}: {what} is on {tensor.device}, but the bank on {bank_KD.device}.")
+            raise ValueError(f"{name}: {what} is on {tensor.device}, but the bank is on {bank_KD.device}.")

@@ -1,16 +1,18 @@
-"""InfoNCE against banks of keys, in plain torch: its definition, a sweep that never holds all the logits, and the ring.
+"""Computes InfoNCE against banks of keys in plain torch.
+
+Here are the definition, a sweep that never holds all logits in memory, and writing to a bank as a ring.
 
 Row i has logits q_i.k_j / t_i over the bank rows that it may see, and s_i = q_i.positive_i / t_i. Its loss is the
-log-sum-exp of its denominator minus s_i. With l_i the log-sum-exp over the banks alone, and mean_i the mean of the keys
-weighted by their softmax,
+log-sum-exp of its denominator minus s_i. Let l_i be the log-sum-exp over the banks alone, and mean_i the mean of the
+keys weighted by their softmax. Then
 
                       positive in the denominator    not in it
     loss_i            log(1 + exp(l_i - s_i))        l_i - s_i
     d loss_i / d q_i  w_i (mean_i - positive_i) / t_i
     w_i               sigmoid(l_i - s_i)             1
 
-so that one sweep over the banks, chunk by chunk with a running maximum, yields both, and backward is a scale.
-`ops.info_nce` chooses between these and the compiled sweep, and says what the arguments mean.
+So one sweep over the banks, chunk by chunk with a running maximum, gives both the loss and its gradient, and backward
+only multiplies by a factor. `ops.info_nce` chooses between these and the compiled sweep, and explains the arguments.
 """
 
 import math
@@ -22,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Bank rows at a time. A CPU wants a chunk of logits to stay in its cache, a GPU wants few launches.
+# Bank rows per chunk. On a CPU, a chunk of logits should fit in the cache; on a GPU, few launches are faster.
 CHUNK_CPU, CHUNK_GPU = 1024, 8192
 
-Parts = tuple[Tensor, Tensor, Tensor]  # loss_M, and its derivative by scaled_MD and by positive_MD where wanted
+Parts = tuple[Tensor, Tensor, Tensor]  # loss_M, and its derivatives by scaled_MD and positive_MD where wanted
 
 
 def info_nce_torch(
@@ -38,7 +40,7 @@ def info_nce_torch(
     own_M: Tensor | None = None,
     positive_in_denominator: bool = True,
 ) -> Tensor:
-    """What `info_nce` means, by autograd. Banks without a gradient are copied: they may be written before backward."""
+    """Defines `info_nce`, with autograd. Banks without a gradient are copied, as they may change before backward."""
     check(query_MD, positive_MD, banks, temperature, filled, own_M)
     dtype = compute_dtype(query_MD, positive_MD)
     with torch.autocast(query_MD.device.type, enabled=False):
@@ -66,7 +68,7 @@ def info_nce_chunked(
     positive_in_denominator: bool = True,
     chunk: int | None = None,
 ) -> Tensor:
-    """The same in O(M D + M chunk) memory. Banks get no gradient, and may be written as soon as this returns."""
+    """Returns the same in O(M D + M chunk) memory. Banks get no gradient and may change as soon as this returns."""
     check(query_MD, positive_MD, banks, temperature, filled, own_M)
     size = chunk
     if size is None:
@@ -89,9 +91,9 @@ def info_nce_by(
     banks: Sequence[Tensor],
     temperature: float | Tensor,
 ) -> Tensor:
-    """The losses of checked arguments by an operator that sweeps, with the gradients that it found."""
+    """Returns the losses that an operator computes in one sweep, with its gradients. Arguments must be checked."""
     if torch.is_grad_enabled() and any(bank.requires_grad for bank in banks):
-        raise ValueError("info_nce: a bank requires a gradient, which a sweep has not; use impl='torch'.")
+        raise ValueError("info_nce: a bank requires a gradient, which a sweep does not compute; use impl='torch'.")
     dtype = compute_dtype(query_MD, positive_MD)
     scaled_MD = _over(query_MD.to(dtype), temperature)
     positive_MD = positive_MD.to(dtype)
@@ -101,7 +103,7 @@ def info_nce_by(
 
 
 class _WithGradient(torch.autograd.Function):
-    """(scaled, positive, what `sweep` returned) -> the losses."""
+    """Takes (scaled, positive, the three results of `sweep`) and returns the losses, with their gradients."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -126,11 +128,11 @@ def sweep(
     chunk: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses, and their derivatives by the scaled queries and by the positives, if wanted, else nothing."""
-    # The least number, not -inf: what lies below the maximum by more than any number becomes 0, and never NaN.
+    """Returns the losses, and their derivatives by scaled queries and by positives. Unwanted derivatives are empty."""
+    # The lowest finite number instead of -inf: a difference from it underflows to 0 in exp and never becomes NaN.
     peak_M = scaled_MD.new_full(scaled_MD.shape[:1], torch.finfo(scaled_MD.dtype).min)
     total_M = torch.zeros_like(peak_M)
-    mean_MD = torch.zeros_like(scaled_MD)  # times total, until the end
+    mean_MD = torch.zeros_like(scaled_MD)  # multiplied by the total until the end
     with torch.autocast(scaled_MD.device.type, enabled=False):
         for bank_KD, count in zip(banks, filled, strict=True):
             for first in range(0, len(bank_KD), chunk):
@@ -157,7 +159,7 @@ def sweep(
     )
 
 
-# An operator, so that torch.compile does not trace the loop.
+# A custom operator, so that torch.compile does not trace the loop.
 _operator = torch.library.custom_op("fastcssl::info_nce_chunked", sweep, mutates_args=())
 
 
@@ -173,9 +175,9 @@ def _sweep_shape(scaled_MD: Tensor, positive_MD: Tensor, *arguments: Any) -> tup
 
 @torch.no_grad()
 def enqueue_torch(bank_KD: Tensor, keys_GD: Tensor, pointer: Tensor, filled: Tensor, *, normalise: bool = True) -> None:
-    """What `ops.enqueue` means."""
+    """Defines `ops.enqueue`."""
     size, count = len(bank_KD), len(keys_GD)
-    skipped = max(0, count - size)  # they would be overwritten at once
+    skipped = max(0, count - size)  # these would be overwritten immediately
     keys_GD = keys_GD[skipped:].to(torch.promote_types(keys_GD.dtype, torch.float32))
     if normalise:
         keys_GD = functional.normalize(keys_GD, dim=1)
@@ -186,7 +188,7 @@ def enqueue_torch(bank_KD: Tensor, keys_GD: Tensor, pointer: Tensor, filled: Ten
 
 
 def _visible(keys_KD: Tensor, first: int, count: Tensor | None, own_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The keys, zero where never filled (they may hold anything), and the mask of logits that do not count, if any."""
+    """Returns the keys, with unfilled rows set to zero (they may hold anything), and a mask of the hidden logits."""
     if count is None and own_M is None:
         return keys_KD, None
     column_K = torch.arange(first, first + len(keys_KD), device=keys_KD.device)
@@ -204,6 +206,7 @@ def _logits(scaled_MD: Tensor, keys_KD: Tensor, hidden: Tensor | None) -> Tensor
 
 
 def compute_dtype(query_MD: Tensor, positive_MD: Tensor) -> torch.dtype:
+    """Returns the type in which the loss is computed."""
     return torch.float64 if torch.float64 in (query_MD.dtype, positive_MD.dtype) else torch.float32
 
 
@@ -219,7 +222,7 @@ def check(
     filled: Sequence[Tensor | None] | None,
     own_M: Tensor | None,
 ) -> None:
-    """Of shapes and types alone: to look at values would make a GPU wait."""
+    """Checks shapes, types and devices, but not values of tensors: reading them would wait for the GPU."""
     if query_MD.dim() != 2 or query_MD.dtype not in FLOATS:
         raise ValueError(f"info_nce: query must be [M, D] of floats, but is {kind(query_MD)}.")
     num_rows, dim = query_MD.shape
@@ -236,10 +239,10 @@ def check(
         if count is not None and (count.dim() != 0 or count.dtype != torch.int64):
             raise ValueError(f"info_nce: filled[{number}] must be None or a 0-d int64 tensor, but is {kind(count)}.")
     if own_M is not None and (own_M.shape != (num_rows,) or own_M.dtype != torch.int64):
-        raise ValueError(f"info_nce: own must be int64 [{num_rows}], a column for each row, but is {kind(own_M)}.")
+        raise ValueError(f"info_nce: own must be int64 [{num_rows}], one column per row, but is {kind(own_M)}.")
     for name, tensor in (("positive", positive_MD), ("own", own_M), *((f"bank {i}", b) for i, b in enumerate(banks))):
         if tensor is not None and tensor.device != query_MD.device:
-            raise ValueError(f"info_nce: {name} is on {tensor.device}, but query on {query_MD.device}.")
+            raise ValueError(f"info_nce: {name} is on {tensor.device}, but query is on {query_MD.device}.")
     if isinstance(temperature, Tensor):
         if temperature.shape != (num_rows,) or temperature.dtype not in FLOATS:
             raise ValueError(
@@ -250,4 +253,5 @@ def check(
 
 
 def kind(tensor: Tensor) -> str:
+    """Returns the type and shape of a tensor, for error messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -19,7 +19,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--log-every 0", "log_every is 0; give at least 1."),
         ("--keep-checkpoints 0", "keep_checkpoints is 0; give at least 1."),
         ("--stop-after-task -1", "stop_after_task is -1; give at least 0."),
-        ("--num-threads -1", "--num-threads -1: use at least one"),
+        ("--num-threads -1", "--num-threads -1: use 1 or more"),
         ("--prefetch 0", "--prefetch 0: at least one batch"),
         ("--method.temperature 0", "method.temperature is 0.0; give a number above 0."),
         ("--method.ema-base 2", "method.ema_base is 2.0; give a share from 0 to 1."),

@@ -76,7 +76,7 @@ def test_all_is_well_here(tmp_path: Path) -> None:
 def test_a_library_that_does_not_load(tmp_path: Path) -> None:
     broken = tmp_path / "_ops.so"
     broken.write_bytes(b"no library")
-    for path, says in ((broken, "does not load"), (tmp_path / "nothing.so", "which is no file")):
+    for path, says in ((broken, "does not load"), (tmp_path / "nothing.so", "which is not a file")):
         done = run(FASTCSSL_OPS_LIBRARY=str(path))
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert says in " ".join(done.stdout.split()) and "→ Reinstall with a C++ compiler" in done.stdout

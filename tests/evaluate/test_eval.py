@@ -238,7 +238,7 @@ def test_a_state_dict_of_torchvision(trained: Trained, tmp_path: Path, capsys: p
     torch.save(resnet18().state_dict(), file)
     args = (file, "--data", trained.data, "--probe", "knn", "--metric", "cosine", "--size-px", 32)
     refused(capsys, *args, says="does not say which encoder it holds. Give --architecture")
-    refused(capsys, *args, "--architecture", "resnet34", says="does not hold a resnet34 (imagenet stem): missing are")
+    refused(capsys, *args, "--architecture", "resnet34", says="does not hold a resnet34 (imagenet stem): missing keys")
     refused(capsys, *args, "--architecture", "resnet18", "--stem", "cifar", says="conv1.weight is")
     refused(capsys, *args, "--architecture", "resnet17", says="There is no encoder 'resnet17'")
     assert main([*map(str, args), "--architecture", "resnet18", "--out", str(tmp_path / "out"), *FAST]) == 0

@@ -163,7 +163,7 @@ def test_more_than_two_to_the_31_numbers(card: str) -> None:
 
 def test_tensors_on_two_devices_are_refused(card: str) -> None:
     given = peers.problem(4, 64, (10,), device=card)
-    with pytest.raises(ValueError, match=r"bank 0 is on cpu, but query on cuda"):
+    with pytest.raises(ValueError, match=r"bank 0 is on cpu, but query is on cuda"):
         ops.info_nce(given.query_ND, given.positive_ND, [given.banks[0].cpu()], 0.2)
 
 

@@ -331,7 +331,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         assert not path.exists()
 
     refused(["conv1.weight is torch.float32 [8, 3, 3, 3], not torch.float32 [8, 3, 7, 7]"], encoder, plain, {})
-    words = ["missing are conv1.weight, bn1.weight, bn1.bias and 117 more", "unexpected are 0.conv1.weight"]
+    words = ["missing keys conv1.weight, bn1.weight, bn1.bias and 117 more", "unexpected keys 0.conv1.weight"]
     refused([*words, "resnet18-w8 with the cifar stem", "without wrappers"], nn.Sequential(encoder), TINY, {})
     refused(["'seed' is 5", "convert it"], encoder, TINY, {"seed": 5})
     refused(["'stem'", "another name"], encoder, TINY, {"stem": "cifar"})
@@ -355,7 +355,7 @@ def test_torn_files(tmp_path: Path) -> None:
     for length in (0, 4, 8, 200, header, header + 64, len(content) - 1):
         torn.write_bytes(content[:length])
         for read in (load_encoder, encoder_file.describe_file):
-            says([str(torn), "only a part", "again"], EncoderFileError, lambda read=read: read(torn))
+            says([str(torn), "it is incomplete", "again"], EncoderFileError, lambda read=read: read(torn))
     torn.write_bytes(content + b"x")
     says([str(torn), "not a safetensors file"], EncoderFileError, lambda: load_encoder(torn))
 
@@ -384,15 +384,15 @@ def test_files_that_do_not_hold_what_they_say(tmp_path: Path) -> None:
     save_file(state, path, good)
     assert not differ(load_encoder(path), trained())
     refused(["does not say which encoder", "architecture", "load_state_dict"], state, None)
-    refused(["lack architecture, stem, num_features"], state, {"format_version": "1"})
-    says(["lack architecture"], EncoderFileError, lambda: encoder_file.describe_file(path))
+    refused(["metadata has no architecture, stem, num_features"], state, {"format_version": "1"})
+    says(["metadata has no architecture"], EncoderFileError, lambda: encoder_file.describe_file(path))
     refused(["format '2'", "'1'"], state, {**good, "format_version": "2"})
     refused(["'vit_b_16'", "Known: resnet18"], state, {**good, "architecture": "vit_b_16"})
     refused(["stem 'patch'"], state, {**good, "stem": "patch"})
     refused(["conv1.weight", "[8, 3, 3, 3]", "[8, 3, 7, 7]"], state, {**good, "stem": "imagenet"})
     less = {key: tensor for key, tensor in state.items() if key != "layer3.0.bn1.running_mean"}
-    refused(["missing are layer3.0.bn1.running_mean."], less, good)
-    refused(["unexpected are fc.weight."], {**state, "fc.weight": torch.zeros(3)}, good)
-    refused(["missing are layer3.0.bn1.running_mean and unexpected are x."], {**less, "x": torch.zeros(1)}, good)
+    refused(["missing keys layer3.0.bn1.running_mean."], less, good)
+    refused(["unexpected keys fc.weight."], {**state, "fc.weight": torch.zeros(3)}, good)
+    refused(["missing keys layer3.0.bn1.running_mean and unexpected keys x."], {**less, "x": torch.zeros(1)}, good)
     half = {**state, "conv1.weight": state["conv1.weight"].half()}
     refused(["conv1.weight is torch.float16 [8, 3, 3, 3], not torch.float32"], half, good)

@@ -80,7 +80,7 @@ def test_the_choice_of_a_ring() -> None:
     keys = normal(1, 2, dtype=torch.float64)
     ops.enqueue(double, keys, pointer, filled)  # by torch, in float64
     torch.testing.assert_close(double[0], keys[0] / keys[0].norm(), rtol=1e-15, atol=0)
-    with pytest.raises(ValueError, match=r"impl is 'cpu', but it takes no float64 \[3, 2\] bank"):
+    with pytest.raises(ValueError, match=r"impl is 'cpu', but it does not take a float64 \[3, 2\] bank"):
         ops.enqueue(double, keys, pointer, filled, impl="cpu")
     with pytest.raises(ValueError, match="impl is 'cuda', but the bank is on cpu"):
         ops.enqueue(double.float(), keys.float(), pointer, filled, impl="cuda")
@@ -98,7 +98,7 @@ def test_faults_are_named() -> None:
         ({"bank": torch.zeros(5, 4, requires_grad=True)}, "must not require a gradient"),
         ({"keys": unit(2, 3)}, r"keys must be floats \[G, 4\], but are float32 \[2, 3\]"),
         ({"keys": torch.ones(2, 4, dtype=torch.bool)}, "keys must be floats"),
-        ({"keys": torch.ones(2, 4, device="meta")}, "keys is on meta, but the bank on cpu"),
+        ({"keys": torch.ones(2, 4, device="meta")}, "keys is on meta, but the bank is on cpu"),
         ({"pointer": torch.tensor([0])}, r"pointer must be a 0-d int64 tensor, but is int64 \[1\]"),
         ({"filled": torch.tensor(0.0)}, "filled.* must be .*0-d int64 tensor"),
     ]

@@ -366,7 +366,7 @@ def test_faults_are_named(function: Function) -> None:
         ({"banks": []}, "at least one"),
         ({"banks": [unit(5, 4), unit(4, 5)]}, r"bank 1 must be floats \[K, 4\], but is float32 \[4, 5\]"),
         ({"banks": [torch.ones(5, 4, dtype=torch.uint8)]}, "bank 0 must be floats"),
-        ({"banks": [torch.ones(5, 4, device="meta")]}, "bank 0 is on meta, but query on cpu"),
+        ({"banks": [torch.ones(5, 4, device="meta")]}, "bank 0 is on meta, but query is on cpu"),
         ({"temperature": 0.0}, "temperature must be positive, but is 0.0"),
         ({"temperature": -1}, "temperature must be positive"),
         ({"temperature": math.nan}, "temperature must be positive, but is nan"),

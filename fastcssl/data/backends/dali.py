@@ -91,6 +91,7 @@ class _Engine:
         self._pipeline: Any = None
 
     def begin(self, works: Iterator[_Work]) -> None:
+        """Sets the batches to process, and builds the pipeline if there is none."""
         if self._pipeline is None:
             self._pipeline = self._make(self._feed)
             self._pipeline.build()

@@ -47,7 +47,7 @@ def _kept_settings() -> Iterator[None]:
 
 @contextmanager
 def _plain_dicts() -> Iterator[None]:
-    """Replaces numba's dictionary, which takes seconds to compile. FFCV keeps only two constants in it, for Python."""
+    """Replaces numba's dictionary, which takes seconds to compile. FFCV only reads two constants from it in Python."""
     compiled = numba_typed.Dict
     numba_typed.Dict = dict
     try:
@@ -194,6 +194,7 @@ class BetonReader(EpochIterator):  # type: ignore[misc]
         super().__init__(loader, [])  # starts the thread
 
     def submit(self, part: BatchPart) -> None:
+        """Queues a part of a batch. Its statuses arrive in its future."""
         self._parts.put(part)
 
     def run(self) -> None:
@@ -234,6 +235,7 @@ _opening = Lock()
 
 
 def open_reader(path: Path, *, batch_size: int, num_views: int, threads: Threads) -> BetonReader:
+    """Opens a .beton file and returns its reader, whose thread is running."""
     with _opening, _kept_settings():
         # FFCV would compile the code of every Loader again. With its compiler off, it uses ours, already compiled.
         enabled = Compiler.is_enabled

@@ -1,4 +1,4 @@
-"""Loads tar shards with the native engine. Shards are memory-mapped; each JPEG is decoded once for all its views."""
+"""Loads tar shards with the native engine: memory-mapped, read ahead, each JPEG decoded once for all its views."""
 
 from typing import ClassVar
 
