@@ -239,29 +239,33 @@ def metrics_of(top1: AccuracyTable, seen: Sequence[Sequence[int]], reference: Re
 
 
 def _missing(known: MetricInputs) -> list[str]:
-    """Returns one sentence for each need that is not met. It begins with the names of the metrics that need it."""
+    """Returns one sentence for each need that is not met. It begins with the names of the metrics that need it.
+
+    Result files hold these sentences, and an evaluation is new if they differ, so their wording must not change.
+    """
     if not known.has_every_task:
         names, num_columns = _names_that_need(Need.EVERY_TASK), len(known.top1[0])
         return [
-            f"{_joined(names)} need{_s(names)} a checkpoint after every task, and at least two tasks; the table has "
-            f"{len(known.top1)} row{'s' if len(known.top1) > 1 else ''} and {num_columns} "
-            f"column{'s' if num_columns > 1 else ''}."
+            f"{_joined(names)} compare{_s(names)} checkpoints after every task, two or more; here are "
+            f"{len(known.top1)} for {num_columns} column{'s' if num_columns > 1 else ''}."
         ]
     found = []
     if lacking := known.missing_references:
         names = _names_that_need(Need.REFERENCES)
         found.append(
-            f"{_joined(names)} need{_s(names)} models trained on a single task; those of {_listed('task', lacking)} "
-            "are missing. Train them with the commands that fastcssl-eval prints, then pass them with --references."
+            f"{_joined(names)} need{_s(names)} models trained on one task alone; those of {_listed('task', lacking)} "
+            "are missing. fastcssl-eval prints the commands that train them, and takes them by --references."
         )
     if known.lacks(Need.RANDOM_ENCODER):
         names = _names_that_need(Need.RANDOM_ENCODER)
-        found.append(f"{_joined(names)} need{_s(names)} the accuracy of a random encoder. Omit --no-random-encoder.")
+        found.append(
+            f"{_joined(names)} need{_s(names)} the accuracy of a random encoder. Leave --no-random-encoder out."
+        )
     return found
 
 
 def metrics_named_in(sentence: str) -> list[str]:
-    """Returns the metrics that a sentence of `Metrics.missing` begins with. Older files say "compare" for "need"."""
+    """Returns the metrics that a sentence of `Metrics.missing` begins with."""
     names = re.split(r" (?:compare|need)s? ", sentence, maxsplit=1)[0]
     return [name for name in re.split(r", | and ", names) if name in METRICS]
 

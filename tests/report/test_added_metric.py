@@ -60,11 +60,11 @@ def test_what_it_needs_is_said_with_the_others() -> None:
     made = evaluation()
     bare = metrics_of(made.top1, [[0], [0, 1]], References(random=[0.1, 0.1]))
     assert bare.BWT is None and bare.missing[0].startswith(
-        "P and BWT need models trained on a single task; those of task 1 are"
+        "P and BWT need models trained on one task alone; those of task 1 are"
     )
     assert metrics_named_in(bare.missing[0]) == ["P", "BWT"]
     early = metrics_of(made.top1[:1], [[0]], made.reference)
-    assert early.missing[0].startswith("S, P, F and BWT need a checkpoint after every task")
+    assert early.missing[0].startswith("S, P, F and BWT compare checkpoints")
 
 
 @pytest.mark.usefixtures("added")

@@ -49,7 +49,7 @@ def test_a_half_written_file(tmp_path: Path) -> None:
 def test_a_foreign_file(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "x.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(ResultError, match="no result of fastcssl-eval"):
+    with pytest.raises(ResultError, match="is not a result that this version of fastcssl-eval can read"):
         load_evaluation(path)
 
 
