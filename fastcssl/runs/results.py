@@ -241,7 +241,7 @@ def metrics_of(top1: AccuracyTable, seen: Sequence[Sequence[int]], reference: Re
 def _missing(known: MetricInputs) -> list[str]:
     """Returns one sentence for each need that is not met. It begins with the names of the metrics that need it.
 
-    Result files hold these sentences, and an evaluation is new if they differ, so their wording must not change.
+    Result files hold these sentences, and a file is rewritten if they differ, so their wording must not change.
     """
     if not known.has_every_task:
         names, num_columns = _names_that_need(Need.EVERY_TASK), len(known.top1[0])
