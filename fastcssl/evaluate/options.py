@@ -16,7 +16,7 @@ from fastcssl.runs.results import Evaluation, Probe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to evaluate, and how.
+    """A request that says what to evaluate, and how.
 
     Several learning rates, batch sizes, momenta or strengths make a grid. () means the default: the method's learning
     rate, the data's batch size.

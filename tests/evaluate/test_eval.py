@@ -296,10 +296,10 @@ def test_runs_that_cannot_be_evaluated(copied: Trained, tmp_path: Path, capsys: 
     refused(capsys, tmp_path / "nothing", says="neither a run of fastcssl-train")
     refused(capsys, copied.run, copied.run, says="is given twice")
     refused(capsys, copied.run, "--references", copied.run, says="it holds no finished run of a single task")
-    refused(capsys, copied.run, "--lr", "-1", says="give an lr above 0")
+    refused(capsys, copied.run, "--lr", "-1", says="Give an lr above 0")
     refused(capsys, copied.run, "--probe", "knn", "--k", "0", says="--k 0: give 1 or more")
     refused(capsys, copied.run, "--size-px", "0", says="--size-px 0: give 1 or more")
-    refused(capsys, copied.run, "--strength", "0", says="give numbers above 0")
+    refused(capsys, copied.run, "--strength", "0", says="give finite numbers above 0")
     refused(capsys, copied.run, "--scope", "none", says="There is nothing to evaluate")
     config = copied.run / "config.json"
     kept = config.read_text()

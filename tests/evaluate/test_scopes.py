@@ -112,7 +112,7 @@ def test_data_without_domains(by_class: Prepared) -> None:
 
 def test_data_without_labels(by_class: Prepared) -> None:
     one = replace(by_class, manifest=replace(by_class.manifest, classes=["images"]))
-    with pytest.raises(UserError, match="has 1 class: without labels there is nothing to probe"):
+    with pytest.raises(UserError, match="has 1 class, but a probe needs at least two"):
         plan(one, "all")
     table = by_class.table.copy()
     table["label"][:3] = -1
