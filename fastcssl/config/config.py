@@ -122,7 +122,7 @@ class Config:
     views: ViewsConfig = field(default_factory=ViewsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     scope: Literal["global", "local"] = "global"  # losses see the samples of all ranks together, or of each separately
-    precision: Precision = "auto"  # number type of the forward pass; auto: bf16 where the hardware has it
+    precision: Precision = "auto"  # type of the forward pass; auto: bf16 if supported, else fp16 on GPUs, fp32 on CPUs
     compile: str = "off"  # off, or a torch.compile back end such as inductor
     loader: str = "auto"
     augment: Augment = "fused"  # implementation of the colour and blur augmentations; dali needs --loader dali

@@ -1,8 +1,9 @@
 """The metrics of continual learning: pure functions of the table of accuracies, and the table that lists them.
 
 a[t][i] is the accuracy on task i after learning task t, both counted from 0 here and from 1 in the paper. The table has
-T rows and T columns. Accuracies and metrics are shares in 0..1, not percentages. The definitions are those of PNR
-(section 4.1 and the appendix "Measures for Stability and Plasticity") and, for forward transfer, CaSSLe's.
+T rows and T columns. Accuracies are shares in 0..1, and the metrics have the same scale; nothing is in percent. The
+definitions are those of PNR (section 4.1 and the appendix "Measures for Stability and Plasticity") and, for forward
+transfer, CaSSLe's.
 
 To add a metric, write its function, add a row to `METRICS`, and describe it in docs/evaluation.md. Result files, tables
 and reports then include it.

@@ -45,7 +45,7 @@ class EvaluatedData:
 class EvaluatedEncoder:
     """One checkpoint that was evaluated."""
 
-    task: int  # the run's task, counted from 0; for an encoder that is not from a run, its place on the command line
+    task: int  # the run's task, counted from 0; 0 for an encoder that is not from a run
     path: str
     sha256: str
     seen: list[int]  # the manifest's tasks that it has learnt; [] if unknown, or if it learnt other data
