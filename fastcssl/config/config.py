@@ -1,4 +1,4 @@
-"""Everything that decides a run, as frozen data. A recipe fills it, the command line overrides it by dotted names.
+"""Everything that decides a run, as frozen data. A recipe fills it, and the command line overrides it by dotted names.
 
 Derived values (peak learning rate, steps, local batch) are computed where they are used and never stored here.
 """
@@ -31,18 +31,18 @@ Resume = Literal["auto", "never"]
 class ExpectConfig:
     """The data that a recipe is made for. "any" and 0 accept every data set."""
 
-    source: str = "any"  # as fastcssl-prep names it
-    scenario: ScenarioKind = "any"
-    num_tasks: int = 0  # 0: any number
+    source: str = "any"  # data set that the run must be given, by its name in fastcssl-prep; or any
+    scenario: ScenarioKind = "any"  # how the data must be split into tasks
+    num_tasks: int = 0  # number of tasks that the data must have; 0 accepts any number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewsConfig:
-    """How images are seen."""
+    """How images are cropped and augmented into views."""
 
-    policy: str = "pnr-moco-imagenet"  # AUTHORS-METHOD-FAMILY: cassle or pnr, cifar or imagenet; or METHOD-FAMILY
-    size_px: int | None = None  # side of a view, other sizes in proportion to the first; None: the policy's
-    min_scale: float | None = None  # least share of the image that a crop shows; None: the policy's
+    policy: str = "pnr-moco-imagenet"  # (cassle|pnr)-METHOD-(cifar|imagenet); METHOD-(cifar|imagenet): the method's own
+    size_px: int | None = None  # side of the first view; the other views scale with it; None: the policy's own sizes
+    min_scale: float | None = None  # smallest share of the image that a crop may show; None: the policy's own
 
     def __post_init__(self) -> None:
         if self.min_scale is not None and not 0 < self.min_scale <= 1:
@@ -51,18 +51,18 @@ class ViewsConfig:
             raise ValueError(f"views.size_px is {self.size_px}; give at least 1.")
 
     def views(self) -> Policy:
-        """Returns the views that an image is trained with."""
+        """Returns the views of each image that a run trains on."""
         views = named_policy(self.policy).views
         views = views if self.size_px is None else with_size(views, self.size_px)
         return views if self.min_scale is None else with_min_scale(views, self.min_scale)
 
     def probe_view(self) -> Policy:
-        """Returns the one view of images that are only embedded, as large as the first view of training."""
+        """Returns the single view used to probe the encoder, as large as the first training view."""
         return with_size(policy(f"probe-val-{named_policy(self.policy).family}"), self.views()[0].size_px)
 
 
 def named_policy(name: str) -> NamedPolicy:
-    """Returns the authors' policy of this name or, for METHOD-FAMILY, the one that the method declares itself."""
+    """Returns the authors' policy of this name or, for METHOD-FAMILY, the policy that the method itself declares."""
     if name in NAMED:
         return NAMED[name]
     own: dict[str, tuple[str, Family]] = {
@@ -73,24 +73,26 @@ def named_policy(name: str) -> NamedPolicy:
     method, family = own[name]
     views = tuple(methods.find(method).views(family))
     if not views:
-        raise UserError(f"The method {method} declares no view of {family} images. Let its views() return one or more.")
+        raise UserError(
+            f"The method {method} declares no views for {family} images. Its views() must return at least one."
+        )
     return NamedPolicy(views=views, family=family)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """How this process runs it. None of it changes what is computed, so that a run may go on with other values."""
+    """How this process runs. Nothing here changes the results, so a run may be resumed with other values."""
 
-    checkpoint_minutes: float = 10.0
-    keep_checkpoints: int = 2  # of the last ones; those of task ends stay
-    stop_after_task: int | None = None  # counted from 0
+    checkpoint_minutes: float = 10.0  # minutes between two checkpoints
+    keep_checkpoints: int = 2  # number of recent checkpoints to keep; the one at each task's end is always kept
+    stop_after_task: int | None = None  # stop after this task, counted from 0
     log_every: int = 10  # steps between two lines of metrics
-    tensorboard: bool = False  # also write RUN/tensorboard
-    wandb: str | None = None  # also log to this project of Weights & Biases
-    num_threads: int | None = None  # of the loader; None: one a core, shared by the ranks of a machine
-    prefetch: int = 3  # batches under way
+    tensorboard: bool = False  # also write TensorBoard events to RUN/tensorboard
+    wandb: str | None = None  # Weights & Biases project to log to as well; None: do not
+    num_threads: int | None = None  # loader threads; None: one per core, divided among the ranks of a machine
+    prefetch: int = 3  # batches that the loader prepares ahead
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    profile: int = 0  # steps to trace with torch's profiler, into RUN/profile
+    profile: int = 0  # number of steps to trace with torch's profiler, into RUN/profile
 
     def __post_init__(self) -> None:
         for key, least in (
@@ -109,24 +111,24 @@ class Config:
     """Everything that decides a run. A recipe fills it."""
 
     recipe: str
-    epochs: int  # a task
-    batch_size: int  # over all ranks and micro-batches
+    epochs: int  # epochs per task
+    batch_size: int  # images per step, over all ranks and micro-batches
     method: MethodConfig
     strategy: StrategyConfig
-    seed: int = 5
-    accumulate: int = 1  # micro-batches a step
+    seed: int = 5  # seed of the weights, the order of images and the views
+    accumulate: int = 1  # micro-batches per step
     expect: ExpectConfig = field(default_factory=ExpectConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    scope: Literal["global", "local"] = "global"  # whether losses look at the samples of all ranks or of each
-    precision: Precision = "auto"  # of the forward pass; auto: bf16 where the hardware has it
-    compile: str = "off"  # or a back end of torch.compile: "inductor"
+    scope: Literal["global", "local"] = "global"  # losses see the samples of all ranks together, or of each separately
+    precision: Precision = "auto"  # type of the forward pass; auto: bf16 if supported, else fp16 on GPUs, fp32 on CPUs
+    compile: str = "off"  # off, or a torch.compile back end such as inductor
     loader: str = "auto"
-    augment: Augment = "fused"  # who does the photometry
-    only_task: int | None = None  # train this task of the manifest alone
+    augment: Augment = "fused"  # implementation of the colour and blur augmentations; dali needs --loader dali
+    only_task: int | None = None  # train only this task of the manifest
     online_probe: str = "off"  # "every=E" epochs, "every=E,parity", or "off"
-    probe_lr: float = 0.1  # of the parity probe's layer; no batch size scales it
+    probe_lr: float = 0.1  # learning rate of the parity probe; does not scale with the batch size
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
@@ -143,7 +145,7 @@ class Config:
         method, strategy = methods.method_of(self.method), strategies.strategy_of(self.strategy)
         name, count = self.views.policy, len(self.views.views())
         own = f"{method.name}-{named_policy(name).family}"
-        of_method = f"Use --views.policy {own}." if name != own else "Let its num_views and its views() agree."
+        of_method = f"Use --views.policy {own}." if name != own else "Make its num_views and its views() agree."
         of_strategy = f"Use a --views.policy of {strategy.num_views} views, or another strategy, such as finetune."
         for part, remedy in ((method, of_method), (strategy, of_strategy)):
             if part.num_views not in (None, count):
@@ -154,14 +156,14 @@ class Config:
 
     @property
     def probe(self) -> ProbePlan:
-        """Returns when and how the encoder is probed while it trains."""
+        """Returns the plan that says when and how to probe the encoder during training."""
         return ProbePlan.parse(self.online_probe)
 
     def identity(self) -> dict[str, Any]:
-        """Returns what a checkpoint must agree on to be continued."""
+        """Returns the values that a checkpoint must share with this configuration to be resumed."""
         values: dict[str, Any] = plain(self)
         del values["run"]
-        # A clean probe only looks; the references' changes the running statistics.
+        # The clean probe changes nothing in the run; the references' parity probe moves the running statistics.
         values["online_probe"] = "parity" if self.probe.kind == "parity" else "none"
         if self.probe.kind != "parity":
             del values["probe_lr"]
@@ -169,7 +171,7 @@ class Config:
 
 
 def plain(config: Any) -> Any:
-    """Returns nested dictionaries, lists, strings and numbers, for JSON and checkpoints."""
+    """Returns the configuration as nested dictionaries, lists, strings and numbers, for JSON and checkpoints."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What an older checkpoint implies about settings that did not exist when it was written."""
+"""Finds the values that an older checkpoint implies for settings that did not exist when it was written."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ from fastcssl.config.config import plain
 def implied(config: Any, path: str = "") -> dict[str, Any]:
     """Returns, by dotted key, the value that reproduces how runs behaved before the setting existed.
 
-    That is the field's default, unless the field says otherwise: `field(default=..., metadata={"before": value})`.
+    This is the field's default, unless the field names another value: `field(default=..., metadata={"before": value})`.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -23,7 +23,7 @@ def implied(config: Any, path: str = "") -> dict[str, Any]:
         else:
             before = dataclasses.MISSING
         if dataclasses.is_dataclass(value):
-            # The class in use counts, not that of the default: a strategy's settings differ from another's.
+            # Look at the class in use, not at the default's class: strategies have different settings.
             found |= implied(value, f"{key}.")
         elif before is not dataclasses.MISSING:
             found[key] = plain(before)

@@ -1,5 +1,5 @@
-"""Frozen encoders to tables of accuracies.
+"""Evaluates frozen encoders and returns tables of accuracies.
 
-Runs and encoder files come in; one result file for each run, probe and scope goes out. Start with evaluate.py, which
-plans the passes; probe_pass.py makes one, and probes/ holds one file for each kind of classifier.
+It takes runs and encoder files, and writes one result file per run, probe and scope. Start with evaluate.py, which
+plans the passes over the data. probe_pass.py makes one pass, and probes/ holds one module per kind of classifier.
 """

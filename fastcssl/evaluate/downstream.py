@@ -1,8 +1,8 @@
 """Data sets that an encoder was not trained on, and how the paper probes them (its table 17).
 
-All with the probe's own schedule: 100 epochs, batches of 256, the method's learning rate. The released transforms have
-no resize to 96 px; here the random crop is resized to 96, and validation sees the whole image at 96. Normalisation is
-the encoder's own.
+All use the probe's own schedule: 100 epochs, batches of 256, the method's learning rate. The released transforms do not
+resize to 96 px. Here, the random crop is resized to 96 px, and validation uses the whole image at 96 px. Images are
+normalised as in the encoder's training.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from fastcssl.errors import UserError
 class Downstream:
     """How a downstream data set is prepared and probed."""
 
-    prepare: str  # how fastcssl-prep makes the data
+    prepare: str  # the command that prepares the data
     source: str
     size_px: int | None  # None: the encoder's own
     crop: Literal["family", "whole", "center"]
@@ -54,14 +54,14 @@ def parse(text: str) -> tuple[str, Path]:
     name, equals, where = text.partition("=")
     if not equals or not name or not where or any(c.isspace() or c in "/:" for c in name):
         raise UserError(
-            f"--downstream {text}: give NAME=DIR, a name and a prepared folder. With recipes: {', '.join(RECIPES)}; "
-            "any other name is probed as the run's own data is."
+            f"--downstream {text}: give NAME=DIR, a name and a prepared folder. The names {', '.join(RECIPES)} have "
+            "recipes; data of any other name is probed like the run's own data."
         )
     return name, Path(where)
 
 
 def recipe_of(name: str, source: str, where: Path) -> Downstream:
-    """Returns the recipe of that name; refuses data of another source under a name that promises one."""
+    """Returns the recipe of a name. Raises UserError if the data is not from the source that the name stands for."""
     found = RECIPES.get(name, ANY)
     if found.source not in ("any", source):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Evaluates runs: which data sets, which of them share a pass, and what is refused before any image is decoded."""
+"""Plans an evaluation: the data sets, the encoders that share a pass, and the checks made before decoding any image."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from fastcssl.evaluate.targets import Target, unmatched
 from fastcssl.runs.interrupt import Stop
 from fastcssl.runs.results import DOWNSTREAM
 
-_CIFAR_BATCH, _BATCH = 128, 256  # of the linear probe: paper, table 16
+_CIFAR_BATCH, _BATCH = 128, 256  # batch sizes of the linear probe: paper, table 16
 
 
 def evaluate(
@@ -25,12 +25,12 @@ def evaluate(
     references: Sequence[Target] = (),
     progress: Progress | None = None,
 ) -> list[Evaluated]:
-    """Probes the targets and returns the outcomes in their order. All ranks call it alike; rank 0 writes."""
+    """Probes the targets and returns the outcomes in their order. All ranks must call this; rank 0 writes the files."""
     machine, progress = machine or ProbeMachine(), progress or Progress()
     folders = {target.folder.resolve() for target in targets}
     others = [target for target in references if target.folder.resolve() not in folders]
     for strange in unmatched(targets, others):
-        progress.note(f"{strange.folder} is no reference of these runs: its data, method or encoder is another.")
+        progress.note(f"{strange.folder} is not a reference for these runs: its data, method or encoder differs.")
         others.remove(strange)
     found: list[Evaluated] = []
     with Stop() as stop:
@@ -58,17 +58,17 @@ def evaluate(
 
 
 def _data_sets(targets: Sequence[Target], request: Request) -> list[tuple[Path, str]]:
-    """Returns manifests, with a name for downstream ones; the targets' own come first, each once."""
+    """Returns the manifests, each with a name if it is downstream. Those of the targets come first, each once."""
     found: dict[Path, str] = {}
     for target in targets if request.scopes else ():
         where = request.data or target.data
         if where is None:
             raise UserError(
-                f"{target.folder}: an encoder file does not know its data. Give --data DIR, a prepared folder."
+                f"{target.folder}: an encoder file does not name its data. Give --data DIR, a prepared folder."
             )
         if not where.exists() and request.data is None:
             raise UserError(
-                f"{target.folder} was trained on {where}, which is not there any more. Say with --data where it is now."
+                f"{target.folder} was trained on {where}, which no longer exists. Give its new place with --data."
             )
         found.setdefault(manifest_path(where).resolve(), "")
     return [*found.items(), *((manifest_path(path).resolve(), name) for name, path in request.downstream)]
@@ -77,7 +77,7 @@ def _data_sets(targets: Sequence[Target], request: Request) -> list[tuple[Path, 
 def _by_views(
     targets: Sequence[Target], data: Prepared, where: Path, name: str, request: Request
 ) -> list[tuple[ProbeViews, int, list[Target]]]:
-    """Groups the targets that see this data set alike, and so share a pass; returns (views, batch size, targets)."""
+    """Returns groups (views, batch size, targets) of targets that see this data set the same way and share a pass."""
     sha256 = sha256_of(where)
     groups: dict[tuple[ProbeViews, int], list[Target]] = {}
     for target in targets:
@@ -97,9 +97,9 @@ def _by_views(
 
 
 def _check_classes(target: Target, data: Prepared, where: Path, sha256: str) -> None:
-    """Raises UserError unless the classes are the run's.
+    """Raises UserError unless the data has the classes that the run was trained on.
 
-    Another split of the same classes is fine; a run's own data that has changed, or other classes, is not.
+    Another split of the same classes is accepted. Other classes are not, nor is a run's own data if it has changed.
     """
     if not target.is_run or sha256 == target.manifest_sha256:
         return
@@ -110,8 +110,8 @@ def _check_classes(target: Target, data: Prepared, where: Path, sha256: str) -> 
             return
         raise UserError(
             f"{where} has other classes ({len(data.manifest.classes)}, such as {data.manifest.classes[0]!r}) than "
-            f"{target.folder} was trained on ({len(classes)}, such as {classes[0]!r}). For another data set use "
-            "--downstream NAME=DIR."
+            f"{target.folder} was trained on ({len(classes)}, such as {classes[0]!r}). To evaluate on another data "
+            "set, use --downstream NAME=DIR."
         )
     raise UserError(
         f"{where} is not the data that {target.folder} was trained on: its manifest has changed. Restore it, or "

@@ -1,7 +1,7 @@
-"""Features of a data set: every sample through one encoder or many, from one decode.
+"""Computes the features of a data set with one or more encoders, decoding each image once.
 
-Everything after this is arithmetic on matrices and never sees the encoder again. N: rows, F: feature width, B: rows of
-a batch, E: encoders.
+Later steps only work on these matrices and do not need the encoder again. N: rows, F: feature width, B: rows of a
+batch, E: encoders.
 """
 
 import math
@@ -19,13 +19,13 @@ from fastcssl.data.loader import Stream
 from fastcssl.distributed.world import World
 from fastcssl.learn.nets import modes
 
-_MAX_ELEMENTS = 1 << 24  # of a temporary
+_MAX_ELEMENTS = 1 << 24  # largest size of a temporary tensor
 _SPILL_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Features:
-    """One row a sample, in the order of ids, no id twice."""
+    """Features with one row per sample, sorted by id. Each id occurs once."""
 
     h_NF: Tensor  # float32
     label_N: Tensor  # int64
@@ -35,7 +35,7 @@ class Features:
         return len(self.h_NF)
 
     def __getitem__(self, rows_N: Tensor) -> "Features":
-        """Returns some of the rows, by a mask or by ascending indices."""
+        """Returns the rows that a mask or ascending indices select."""
         return Features(h_NF=self.h_NF[rows_N], label_N=self.label_N[rows_N], id_N=self.id_N[rows_N])
 
 
@@ -49,10 +49,11 @@ def features(
     world: World | None = None,
     keep_on: torch.device | str = "cpu",
 ) -> Features:
-    """Returns every sample of a finite stream of one view, embedded in eval mode: no BN statistic moves.
+    """Returns the features of every sample of a finite stream of one view. Eval mode leaves BN statistics unchanged.
 
-    Each rank takes its share and all of them get all rows. A sample that could not be decoded is left out: the
-    stream's replacement for it comes by itself too, and counts once. `epoch` only matters to a random policy.
+    Each rank embeds its share, and every rank gets all rows. A sample that could not be decoded is omitted: the sample
+    that replaces it in the stream also has its own place there, and counts once. `epoch` only matters to a random
+    policy.
     """
     found = features_of(
         [encoder], stream, device=device, amp_dtype=amp_dtype, epoch=epoch, world=world, keep_on=keep_on
@@ -74,21 +75,22 @@ def features_of(
     spill: Path | None = None,
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> list[Features | None]:
-    """Returns `features` of several encoders, each image decoded once for all.
+    """Returns the `features` of several encoders, decoding each image once for all of them.
 
-    `mine`: which encoders' rows this rank keeps; the others are None. `spill`: a folder for rows of more than a
-    gigabyte, memory-mapped and without a name, so that they end with the process. `on_batch` gets the number of images.
+    `mine`: whether this rank keeps the rows of an encoder; the features of the others are None. `spill`: a folder for
+    matrices of a gigabyte or more, which are memory-mapped from files without a name and disappear with the process.
+    `on_batch` is called with the number of images of each batch.
     """
     device, world = torch.device(device), world or World()
     num_samples = _num_samples(stream)
     label_N, id_N = (torch.empty(num_samples, dtype=torch.int64, device=keep_on) for _ in range(2))
     kept: dict[int, Tensor] = {}
     filled = 0
-    # no_grad, not inference_mode: a head may be trained on these.
+    # no_grad, not inference_mode: a head may be trained on these features.
     with torch.no_grad(), modes(encoders, training=False):
         for batch in stream.epoch(epoch):
             label_B, id_B = (world.gather_keys(x).to(keep_on) for x in (batch.label, batch.id))
-            # Padding makes the ranks' parts equal, so it goes only after they are joined.
+            # Padding makes the ranks' parts equally long, so it is removed only after they are joined.
             valid_B = id_B >= 0
             rows = slice(filled, filled := filled + int(valid_B.sum()))
             label_N[rows], id_N[rows] = label_B[valid_B], id_B[valid_B]
@@ -101,7 +103,7 @@ def features_of(
             on_batch(rows.stop - rows.start)
     if filled != num_samples:
         raise ValueError(
-            f"The stream gave {filled} of its {num_samples} samples. Open its loader with last='pad' to get them all."
+            f"The stream gave {filled} of its {num_samples} samples. Open its loader with last='pad' to get all."
         )
     return [
         _in_order(Features(h_NF=kept[e], label_N=label_N, id_N=id_N)) if e in kept else None
@@ -113,20 +115,20 @@ def _room(num_rows: int, num_features: int, device: torch.device | str, spill: P
     num_elements = num_rows * num_features
     if spill is None or torch.device(device).type != "cpu" or 4 * num_elements < _SPILL_BYTES:
         return torch.empty(num_rows, num_features, device=device)
-    with tempfile.NamedTemporaryFile(dir=spill) as file:  # its name goes now, its pages when nobody holds the tensor
+    with tempfile.NamedTemporaryFile(dir=spill) as file:  # the name is removed now, the pages with the tensor
         return torch.from_file(file.name, shared=True, size=num_elements).view(num_rows, num_features)
 
 
 def embed(
     encoder: nn.Module, views: tuple[Tensor, ...], *, device: torch.device, amp_dtype: torch.dtype | None
 ) -> Tensor:
-    """Returns the encoder's output for a batch of one view, in float32; mode and grad mode are the caller's."""
+    """Returns the encoder's output for a batch of one view, in float32. The caller sets train or eval and grad mode."""
     if len(views) != 1:
-        raise ValueError(f"Features are of one view, but the batch has {len(views)}. Use a probe-val policy.")
+        raise ValueError(f"Features need one view per image, but the batch has {len(views)}. Use a probe-val policy.")
     view = views[0].to(device, non_blocking=True)
     if amp_dtype is None:
-        view = view.float()  # the loader may serve a shorter type
-    # Uncached: casts made without gradient must not be found by a training forward in an enclosing autocast.
+        view = view.float()  # the loader may return a shorter type
+    # Uncached, so that a training forward in an enclosing autocast does not reuse casts made without gradient.
     with nullcontext() if amp_dtype is None else torch.autocast(device.type, amp_dtype, cache_enabled=False):
         h_BF: Tensor = encoder(view)
     return h_BF.float()
@@ -140,7 +142,7 @@ def _num_samples(stream: Stream) -> int:
 
 def _in_order(found: Features) -> Features:
     if bool((found.id_N[1:] > found.id_N[:-1]).all()):
-        return found  # as a sequential stream gives them; no second copy of what may be gigabytes
+        return found  # a sequential stream is already sorted; this avoids a copy of what may be gigabytes
     id_N, order_N = torch.sort(found.id_N, stable=True)
     first_N = torch.ones_like(id_N, dtype=torch.bool)
     first_N[1:] = id_N[1:] != id_N[:-1]
@@ -149,7 +151,7 @@ def _in_order(found: Features) -> Features:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Computes matrix products without TF32 or bfloat16 shortcuts, whatever the training chose."""
+    """Computes matrix products without TF32 or bfloat16 shortcuts, regardless of the training's setting."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -159,6 +161,7 @@ def full_float32() -> Iterator[None]:
 
 
 def check(name: str, found: Features, num_classes: int | None = None) -> None:
+    """Raises ValueError if there are no features, if some are not finite, or if a label is out of range."""
     if not len(found):
         raise ValueError(f"There are no {name} features to evaluate. Choose tasks that have {name} samples.")
     if not bool(_is_finite(found.h_NF).all()):
@@ -169,7 +172,10 @@ def check(name: str, found: Features, num_classes: int | None = None) -> None:
 
 
 def finite(found: Features) -> tuple[Features, int]:
-    """Rows with a NaN or an infinity become zeros, and how many those were: an overflow must not end a run."""
+    """Returns the features with zeros in place of rows that are not finite, and the number of those rows.
+
+    An overflow must not end a run.
+    """
     bad_N = ~_is_finite(found.h_NF)
     num_bad = int(bad_N.sum())
     if num_bad == 0:
@@ -180,10 +186,10 @@ def finite(found: Features) -> tuple[Features, int]:
 
 
 def _is_finite(h_NF: Tensor) -> Tensor:
-    """Returns a flag a row, in chunks: a flag for every element would be a quarter of the features."""
+    """Returns one flag per row. Works in chunks: a flag per element would take a quarter of the features' memory."""
     return torch.cat([part.isfinite().all(dim=1) for part in torch.split(h_NF, max(1, _MAX_ELEMENTS // h_NF.shape[1]))])
 
 
 def top1(predicted_M: Tensor, val: Features) -> float:
-    """Returns the share of right predictions; NaN for no rows at all."""
+    """Returns the share of correct predictions, or NaN if there are no rows."""
     return int((predicted_M == val.label_N).sum()) / len(val) if len(val) else math.nan

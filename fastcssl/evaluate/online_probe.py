@@ -1,9 +1,9 @@
-"""How good the encoder is while it still trains.
+"""Probes the encoder during training.
 
-The clean probe only looks: features in eval mode, then k-NN and a linear classifier on what was cached, so neither a
-weight, a BatchNorm statistic, nor a random number of the training changes. The parity probe is the references'
-one, for the sake of comparison only: it streams labelled images of all tasks, those to come included, through the
-encoder in train mode, and BatchNorm's running statistics absorb them.
+The clean probe does not affect training: it computes features in eval mode, then trains k-NN and a linear classifier on
+the cached features. No weight, BatchNorm statistic or random number of the training changes. The parity probe is that
+of the references, and is for comparison only. It streams labelled images of all tasks, including those not yet learnt,
+through the encoder in train mode, so they leak into BatchNorm's running statistics.
 """
 
 import time
@@ -29,7 +29,7 @@ from fastcssl.evaluate.scopes import drawn_by_class
 from fastcssl.learn.nets import mode, seeded
 from fastcssl.learn.optim import OptimConfig, build_optimizer, lr_at, set_lr
 
-MAX_TRAIN = 130_000  # all of ImageNet-100, 130 images a class of ImageNet-1k
+MAX_TRAIN = 130_000  # all of ImageNet-100, 130 images per class of ImageNet-1k
 
 
 # ---- Results ---------------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ MAX_TRAIN = 130_000  # all of ImageNet-100, 130 images a class of ImageNet-1k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskAccuracy:
-    """On the validation images of one task, with the classes of all tasks to choose from."""
+    """Accuracies on the validation images of one task, among the classes of all tasks."""
 
     task: int
     num_val: int
@@ -47,17 +47,17 @@ class TaskAccuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """Accuracies are shares, 0..1; over all tasks together, so a task counts by its images."""
+    """Accuracies as shares in 0..1, over the images of all tasks together, so that each image counts the same."""
 
     kind: ProbeKind
     linear_top1: float
     knn_top1: float | None  # None: the parity probe has no k-NN
     knn_top5: float | None
     per_task: tuple[TaskAccuracy, ...]
-    num_train: int  # images that the classifiers were made from
-    num_train_all: int  # that there were: more, when a subset was taken
+    num_train: int  # images that the classifiers were trained on
+    num_train_all: int  # images available; more than num_train if a subset was taken
     num_val: int
-    num_not_finite: int  # images whose features overflowed; they were replaced by zeros
+    num_not_finite: int  # images whose features overflowed and were replaced by zeros
     seconds: float
 
 
@@ -66,7 +66,7 @@ def _per_task(
 ) -> tuple[TaskAccuracy, ...]:
     """Returns the accuracies on each task.
 
-    By sample id: in data- and domain-incremental scenarios a label does not tell the task.
+    Sample ids give the task, because labels do not in data- and domain-incremental scenarios.
     """
     id_M = val.id_N.numpy()
     found = []
@@ -85,7 +85,7 @@ def _per_task(
 
 
 def _of_rank_0(found: Tensor, device: torch.device, world: World) -> Tensor:
-    """Ranks on unlike GPUs may round differently; one of them decides."""
+    """Returns the values of rank 0 on every rank, because ranks on different GPUs may round differently."""
     return world.collect(found.to(device))[0].cpu()
 
 
@@ -93,9 +93,10 @@ def _of_rank_0(found: Tensor, device: torch.device, world: World) -> Tensor:
 
 
 def stratified_ids(data: Prepared, tasks: tuple[int, ...], count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Returns `count` training samples of the tasks, sorted: from every class its share, at least one while they last.
+    """Returns the sorted ids of `count` training samples of the tasks, the same share of each class.
 
-    A sample's draw depends on (seed, id) alone, so a smaller subset is contained in a larger one.
+    Every class has at least one sample if `count` allows. A sample's draw depends only on (seed, id), so a larger
+    subset contains a smaller one.
     """
     rows = data.table[data.rows(Selection(tasks=tasks))]
     draw_S, order_S, place_S, _, count_C = drawn_by_class(rows, seed)
@@ -120,10 +121,8 @@ def probe(
 ) -> ProbeResult:
     """Returns the accuracy of k-NN and of a linear classifier on features of one `view`.
 
-    They tell apart the classes of `tasks`, all of them if None.
-
-    `config` is the run's: of it come the device, back end, threads, batch size and seed. Every rank must call this, and
-    every rank gets the same result.
+    Both choose among the classes of `tasks`, or of all tasks if None. `config` is that of the run, which gives the
+    device, back end, threads, batch size and seed. Every rank must call this, and every rank gets the same result.
     """
     began = time.perf_counter()
     world, device = world or World(), torch.device(config.device)
@@ -162,13 +161,17 @@ def probe(
 
 
 class ParityProbe:
-    """A linear layer that learns beside the encoder from labelled images of all tasks, and the leak that comes with it.
+    """The references' probe: a linear layer that trains together with the encoder on labelled images of all tasks.
 
-    Each step takes one batch of its own stream, augmented as the last view of the training policy, through the encoder
-    in train mode without gradient. The references add its cross-entropy to the training loss; the features are
-    detached, and SGD moves an element and LARS a tensor without looking at the others, so an optimiser of its own
-    makes the same steps. (A loss scaler that skips a step of theirs skips this layer's too; here it does not.)
-    The stream begins anew in every epoch, as theirs does. The layer is carried over between tasks, its momentum is not.
+    Each step takes one batch of the probe's own stream, augmented like the last view of the training policy, through
+    the encoder in train mode without gradient. This leaks the images into the BatchNorm statistics, as it does there.
+
+    The references add the probe's cross-entropy to the training loss. Here the layer has an optimiser of its own, which
+    makes the same steps: the features are detached, SGD updates each element independently, and LARS each tensor. The
+    one difference is that a loss scaler that skips a step also skips the layer's step there, but not here.
+
+    The stream restarts in every epoch, as in the references. The layer's weights are kept between tasks, its momentum
+    is not.
     """
 
     def __init__(
@@ -184,32 +187,33 @@ class ParityProbe:
         amp_dtype: torch.dtype | None = None,
         world: World | None = None,
     ) -> None:
-        """Takes the run's `config` and `optim`. `view`: of validation. `lr`: the peak, which no batch size scales."""
+        """Takes the run's `config` and `optim`. `view`: for validation. `lr`: the peak, whatever the batch size."""
         self._data, self._config, self._view = data, config, view
         self._optim = replace(optim, lr=lr, weight_decay=0.0)
         self._amp_dtype, self._world = amp_dtype, world or World()
         self._device = torch.device(config.device)
         with seeded(config.seed, "parity probe"):
             self.head = nn.Linear(num_features, num_classes).to(self._device)
-        # Another seed: with the run's own, a sample would come in both streams of an epoch with the same crop.
+        # Another seed: with the run's own, both streams of an epoch would show a sample with the same crop.
         self._loader = Loader(data, replace(config, policy=config.policy[-1:], seed=config.seed + 1), self._world)
         self._tasks = tuple(range(len(data.manifest.tasks)))
         self._stream = self._loader.open(Selection(tasks=self._tasks, order="endless"))
         self.begin_task()
 
     def begin_task(self) -> None:
+        """Starts a task with a new optimiser."""
         self._optimizer = build_optimizer([{"params": self.head.parameters(), "name": "parity probe"}], self._optim)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
-        """Yields batches without end, for `epoch` counted over the whole run; goes on where a state was taken."""
+        """Yields endless batches, with `epoch` counted over the whole run. Continues where a loaded state was taken."""
         return self._stream.epoch(epoch)
 
     def step(self, encoder: nn.Module, batch: Batch, *, epoch: float, num_epochs: int) -> Tensor:
-        """Updates the layer once; returns the loss, detached, on the device. `epoch` of the task, for the schedule."""
+        """Updates the layer once and returns the detached loss. `epoch`: counted within the task, for the schedule."""
         set_lr(self._optimizer, lr_at(self._optim, self._optim.lr, epoch, num_epochs))
         with torch.no_grad(), mode(encoder, training=True):
             h_NF = embed(encoder, batch.views, device=self._device, amp_dtype=self._amp_dtype)
-        # With the rows of all ranks each makes the same step, and no gradient need be averaged.
+        # Each rank uses the rows of all ranks and makes the same step, so no gradient needs averaging.
         h_GF, label_G = self._world.gather_keys(h_NF), self._world.gather_keys(batch.label)
         self._optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
@@ -221,7 +225,7 @@ class ParityProbe:
     def validate(self, encoder: nn.Module) -> ProbeResult:
         """Returns the accuracy on the validation images of all tasks.
 
-        The encoder is in eval mode: with the statistics that leaked.
+        The encoder is in eval mode, so it uses the BatchNorm statistics that the probe has changed.
         """
         began = time.perf_counter()
         with Loader(self._data, replace(self._config, policy=self._view, last="pad"), self._world) as loader:
@@ -245,7 +249,7 @@ class ParityProbe:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns tensors, numbers and strings in plain containers."""
+        """Returns the state as plain containers of tensors, numbers and strings."""
         return {
             "head": dict(self.head.state_dict()),
             "optimizer": self._optimizer.state_dict(),

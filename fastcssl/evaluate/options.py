@@ -1,4 +1,4 @@
-"""What an evaluation is asked for, what it runs on, what it tells while it runs, and what comes of it."""
+"""The request, the machine, the progress and the outcome of an evaluation."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,7 +16,11 @@ from fastcssl.runs.results import Evaluation, Probe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to evaluate, and how. Several learning rates and the like are a grid; () is the method's own value."""
+    """A request that says what to evaluate, and how.
+
+    Several learning rates, batch sizes, momenta or strengths make a grid. () means the default: the method's learning
+    rate, the data's batch size.
+    """
 
     probes: tuple[Probe, ...] = ("linear",)
     scopes: tuple[str, ...] = ("all",)
@@ -40,21 +44,21 @@ class Request:
             if value < allowed:
                 raise UserError(f"--{name} {value}: give {allowed} or more.")
         if not all(0 < strength < math.inf for strength in self.strengths):
-            raise UserError("--strength: give numbers above 0; larger ones penalise less.")
+            raise UserError("--strength: give finite numbers above 0. A larger strength penalises less.")
         if not self.probes or not (self.scopes or self.downstream):
             raise UserError("There is nothing to evaluate: give a --probe, and a --scope or a --downstream set.")
 
 
 class EvaluationInterrupted(Agreed):
-    """Raised on every rank when a signal came; what was found so far is kept."""
+    """A signal asked the evaluation to stop. All ranks raise this together; finished results are kept."""
 
     def __init__(self, signal: int) -> None:
-        super().__init__("Interrupted; what was found so far is kept, and the same command goes on.")
+        super().__init__("Interrupted. The results so far are kept; run the same command to continue.")
         self.signal = signal
 
 
 class Progress:
-    """What the evaluation tells about itself. This one is silent."""
+    """Receives the progress of an evaluation. This base class shows nothing."""
 
     def begin(self, title: str, num_images: int, done: int = 0) -> None: ...
 
@@ -65,7 +69,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeMachine:
-    """What an evaluation runs on: ranks, device, loader, and how often it is saved."""
+    """The machine that an evaluation runs on: ranks, device and loader; also how often to save."""
 
     world: World = field(default_factory=World)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -83,4 +87,4 @@ class Evaluated:
     target: Target
     path: Path
     evaluation: Evaluation
-    was_there: bool  # and nothing was computed
+    was_there: bool  # the file already existed, and nothing was computed

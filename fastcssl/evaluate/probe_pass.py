@@ -1,7 +1,8 @@
-"""One pass: one data set, one scope, one way of seeing images, one probe; every encoder that needs it side by side.
+"""Makes one pass over the data, for one data set, scope, set of views and probe, with all encoders that need it.
 
-Those are the checkpoints of all runs, the single-task references, and untrained encoders for forward transfer. What a
-result file holds already is not computed again; a long pass saves what it has learnt and goes on from there.
+The encoders are the checkpoints of all runs, the single-task references, and untrained encoders for forward transfer.
+Results that a file already holds are not computed again. A long pass saves its state, and continues from it after an
+interruption.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ _UNDERWAY = ".underway"
 
 @dataclass(slots=True, eq=False)
 class _ProbeSlot:
-    """One table to be: a target under one setting."""
+    """A table to be filled: one target under one setting."""
 
     target: Target
     settings: Any
@@ -50,6 +51,8 @@ class _ProbeSlot:
 
 
 class SideBySide:
+    """Probes several encoders in one pass, and saves one result file per target and setting."""
+
     def __init__(
         self,
         *,
@@ -71,7 +74,7 @@ class SideBySide:
         self._num_val = [len(column.val_ids) for column in plan.columns]
         self._slots = [slot for target in targets for slot in self._slots_of(target)]
 
-    # ---- What is to be done ------------------------------------------------------------------------------------------
+    # ---- Planning ----------------------------------------------------------------------------------------------------
 
     def _slots_of(self, target: Target) -> list[_ProbeSlot]:
         found = []
@@ -108,7 +111,7 @@ class SideBySide:
         ]
 
     def _circumstances(self) -> dict[str, Any]:
-        """Returns what else decides the numbers."""
+        """Returns the facts besides the settings that affect the numbers."""
         view = self._views.val[0]
         noted: dict[str, Any] = {
             "size_px": view.size_px,
@@ -125,7 +128,7 @@ class SideBySide:
         return noted
 
     def _needs(self) -> list[tuple[str, Callable[[], nn.Module], list[_ProbeSlot]]]:
-        """Encoders by what tells them apart, each with the slots that lack it."""
+        """Returns the encoders to probe: a key that identifies each, how to build it, and the slots that need it."""
         found: dict[str, tuple[Callable[[], nn.Module], list[_ProbeSlot]]] = {}
         for slot in self._slots:
             for checkpoint in slot.target.checkpoints:
@@ -137,7 +140,7 @@ class SideBySide:
         return [(key, build, slots) for key, (build, slots) in found.items()]
 
     def _wants_random(self, slot: _ProbeSlot) -> bool:
-        """Returns whether metrics that need a random encoder can be known."""
+        """Returns whether a random encoder would allow more metrics to be computed."""
         return (
             self._request.random_encoder
             and slot.target.only_task is None
@@ -146,13 +149,14 @@ class SideBySide:
         )
 
     def _seen(self, target: Target) -> list[list[int]]:
-        """Returns which columns each checkpoint has learnt."""
+        """Returns the columns that each checkpoint has learnt."""
         same = self._plan.follows_tasks and target.manifest_sha256 == self._sha256
         return [checkpoint.noted.seen if same else [] for checkpoint in target.checkpoints]
 
-    # ---- Doing it ----------------------------------------------------------------------------------------------------
+    # ---- Computing ---------------------------------------------------------------------------------------------------
 
     def run(self, stop: Stop) -> list[Evaluated]:
+        """Computes what is missing, saves the result files and returns the outcomes, in the order of the targets."""
         began = time.perf_counter()
         needs = self._needs()
         if needs:
@@ -213,7 +217,7 @@ class SideBySide:
         done = state["epoch"] * num_train + min(state["batch"] * CHUNK, num_train) if state else 0
         self._progress.begin(title, self._request.epochs * num_train + num_val, done)
         if state:
-            self._progress.note(f"Going on in epoch {state['epoch'] + 1} of {self._request.epochs}.")
+            self._progress.note(f"Continuing in epoch {state['epoch'] + 1} of {self._request.epochs}.")
         return linear.run(contenders, bench, state=state, after_batch=guard.after_batch)
 
     def _stopping(self, stop: Stop) -> Callable[[int], None]:
@@ -231,11 +235,11 @@ class SideBySide:
         return folder
 
     def _check_size(self, encoder: nn.Module) -> None:
-        """Raises UserError if the encoder takes images of another size alone."""
+        """Raises UserError if the encoder only takes images of another size."""
         only: int | None = encoder.size_px  # type: ignore[assignment]  # which `build_encoder` sets
         size_px = self._views.val[0].size_px
         if only not in (None, size_px):
-            raise UserError(f"The encoder takes images of {only} px alone, not of {size_px}. Give --size-px {only}.")
+            raise UserError(f"The encoder only takes images of {only} px, not of {size_px} px. Use --size-px {only}.")
 
     def _fill(self, slot: _ProbeSlot, key: str, hits: Hits) -> None:
         top1, top5 = ([n / m for n, m in zip(row, self._num_val, strict=True)] for row in (hits.top1, hits.top5))
@@ -245,7 +249,7 @@ class SideBySide:
             total = sum(self._num_val)
             slot.rows[key] = (top1, top5, sum(hits.top1) / total, sum(hits.top5) / total)
 
-    # ---- What came of it ---------------------------------------------------------------------------------------------
+    # ---- Results -----------------------------------------------------------------------------------------------------
 
     def _outcomes(self, computed: bool, seconds: float) -> list[Evaluated]:
         found = []
@@ -294,7 +298,7 @@ class SideBySide:
         )
 
     def _ft(self, slot: _ProbeSlot) -> list[float | None] | None:
-        """Returns FT_i from the references' tables under the same settings; what an earlier evaluation knew stays."""
+        """Returns FT_i from the references' tables under the same settings, and values from earlier evaluations."""
         before = slot.known.reference.ft if slot.known is not None and not self._request.again else None
         found: list[float | None] = list(before) if before else [None] * len(self._plan.columns)
         tables = [other for other in self._slots if other.noted == slot.noted]
@@ -305,7 +309,7 @@ class SideBySide:
 
 
 class _Guard:
-    """Saves what a long probe has learnt every few minutes, and when it is asked to stop."""
+    """Saves the state of a long probe every few minutes, and when a signal asks it to stop."""
 
     def __init__(self, folder: Path, machine: ProbeMachine, stop: Stop, epochs: int) -> None:
         self._folder, self._machine, self._stop, self._epochs = folder, machine, stop, epochs

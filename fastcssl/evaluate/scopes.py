@@ -1,11 +1,11 @@
-"""What a probe is trained on and judged by: columns of a table, and groups of columns that share a classifier.
+"""The scopes of a probe: the columns of its table, and groups of columns that share a classifier.
 
-all               one classifier over all classes of all tasks, judged on each task (task-agnostic)
-per-task          a classifier for each task, of its images and classes alone
-domain-agnostic   one classifier over all domains, judged on each domain
-domain-aware      a classifier for each domain
-semi-1, semi-10   as `all`, from 1 % or 10 % of the training images, the same share of each class
-downstream:NAME   as `all`, on another data set
+all               one classifier over all classes of all tasks, validated on each task (task-agnostic)
+per-task          one classifier per task, with only the task's images and classes
+domain-agnostic   one classifier over all domains, validated on each domain
+domain-aware      one classifier per domain
+semi-1, semi-10   like `all`, trained on 1 % or 10 % of the training images, the same share of each class
+downstream:NAME   like `all`, on another data set
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from fastcssl.runs.results import DOWNSTREAM, ScopeName
 
 SampleIds = npt.NDArray[np.int64]
 SHARES = {"semi-1": 0.01, "semi-10": 0.1}
-SUBSET_SEED = 42  # as the references' split has
+SUBSET_SEED = 42  # as in the references' split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EvaluationColumn:
-    """An evaluation task: validation images that get a number of their own."""
+    """An evaluation task: validation images whose accuracy is reported separately."""
 
     name: str
     val_ids: SampleIds  # sorted
@@ -36,15 +36,17 @@ class EvaluationColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """What one classifier learns from, and the columns it is judged by."""
+    """The training images of one classifier, and the columns that it is validated on."""
 
     train_ids: SampleIds  # sorted
-    labels: SampleIds  # the classes it tells apart, sorted
+    labels: SampleIds  # the classes it distinguishes, sorted
     columns: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
+    """The columns and classifiers of a scope on one data set."""
+
     scope: str
     columns: tuple[EvaluationColumn, ...]
     groups: tuple[Group, ...]
@@ -52,7 +54,7 @@ class Plan:
 
     @property
     def train_ids(self) -> SampleIds:
-        """Returns what all classifiers together learn from, sorted."""
+        """Returns the training ids of all classifiers together, sorted."""
         return np.unique(np.concatenate([group.train_ids for group in self.groups]))
 
 
@@ -63,7 +65,7 @@ def check_scope(scope: str) -> None:
 
 
 def plan(data: Prepared, scope: str) -> Plan:
-    """Returns what a scope trains on and is judged by; raises UserError for data that it cannot be judged on."""
+    """Returns the columns and groups of a scope. Raises UserError if the scope cannot be evaluated on this data."""
     check_scope(scope)
     _check_labels(data)
     tasks = data.manifest.tasks
@@ -80,8 +82,8 @@ def plan(data: Prepared, scope: str) -> Plan:
         for split, rows in (("validation", val), ("training", train)):
             if not len(rows):
                 raise UserError(
-                    f"{name} (column {column}) of {data.folder} has no {split} images, and so no accuracy. Prepare the "
-                    "data with a validation part, or evaluate on other data with --data."
+                    f"{name} (column {column}) of {data.folder} has no {split} images, so it has no accuracy. Prepare "
+                    "the data with a validation split, or evaluate on other data with --data."
                 )
         parts.append((name, train, val))
     columns = tuple(EvaluationColumn(name=name, val_ids=val["id"].astype(np.int64)) for name, _, val in parts)
@@ -104,17 +106,17 @@ def plan(data: Prepared, scope: str) -> Plan:
 
 
 class ClassDraw(NamedTuple):
-    """Samples in the order of their classes and, within a class, of a random draw. S: samples, C: classes."""
+    """Samples sorted by class and, within a class, by a random draw. S: samples, C: classes."""
 
-    draw_S: npt.NDArray[np.float64]  # in the order of the samples given
-    order_S: npt.NDArray[np.int64]  # which of them comes at each place
-    place_S: npt.NDArray[np.int64]  # of that one among its class
+    draw_S: npt.NDArray[np.float64]  # the draw of each sample, in the order given
+    order_S: npt.NDArray[np.int64]  # indices that sort the samples
+    place_S: npt.NDArray[np.int64]  # for each sorted sample, its place within its class
     label_C: npt.NDArray[np.int64]
     count_C: npt.NDArray[np.int64]
 
 
 def drawn_by_class(rows: npt.NDArray[Any], seed: int) -> ClassDraw:
-    """Returns rows of a table of samples, shuffled within each class by a draw of (seed, id) alone."""
+    """Returns the order of samples, shuffled within each class by a draw that depends only on (seed, id)."""
     draw_S = uniform(seed, 0, rows["id"], np.zeros(len(rows), np.int64), Reserved.SUBSET_VIEW, 0)
     order_S = np.lexsort((draw_S, rows["label"]))
     label_C, begin_C, count_C = np.unique(rows["label"][order_S], return_index=True, return_counts=True)
@@ -123,16 +125,16 @@ def drawn_by_class(rows: npt.NDArray[Any], seed: int) -> ClassDraw:
 
 
 def stratified_share(data: Prepared, train_ids: SampleIds, share: float, seed: int = SUBSET_SEED) -> SampleIds:
-    """Returns this share of each class, rounded, sorted by id. 1 % lies within 10 %: see `drawn_by_class`."""
+    """Returns the sorted ids of this share of each class, rounded. 10 % contains 1 %: see `drawn_by_class`."""
     rows = data.table[np.searchsorted(data.table["id"], train_ids)]
     _, order_S, place_S, label_C, count_C = drawn_by_class(rows, seed)
     wanted_C = np.floor(share * count_C + 0.5).astype(np.int64)
     if len(empty := np.flatnonzero(wanted_C == 0)):
         name = data.manifest.classes[int(label_C[empty[0]])]
-        more = f", and {len(empty) - 1} more classes are like it" if len(empty) > 1 else ""
+        more = f", and likewise for {len(empty) - 1} more classes" if len(empty) > 1 else ""
         raise UserError(
             f"{100 * share:g} % of the {count_C[empty[0]]} training images of class {name!r} is none{more}. Use "
-            f"{'--scope semi-10, ' if share < 0.1 else ''}a data set with more images a class, or --scope all."
+            f"{'--scope semi-10, ' if share < 0.1 else ''}a data set with more images per class, or --scope all."
         )
     chosen: SampleIds = np.sort(rows["id"][order_S[place_S < np.repeat(wanted_C, count_C)]]).astype(np.int64)
     return chosen
@@ -142,18 +144,18 @@ def _check_labels(data: Prepared) -> None:
     labels, num_classes = data.table["label"], len(data.manifest.classes)
     if num_classes < 2:
         raise UserError(
-            f"{data.folder} has {num_classes} class{'' if num_classes == 1 else 'es'}: without labels there is nothing "
-            "to probe. Prepare images in one folder a class, or give other data with --data."
+            f"{data.folder} has {num_classes} class{'' if num_classes == 1 else 'es'}, but a probe needs at least two. "
+            "Prepare images in one folder per class, or give other data with --data."
         )
     wrong = int(((labels < 0) | (labels >= num_classes)).sum())
     if wrong:
         raise UserError(
-            f"{wrong} images of {data.folder} have no label within its {num_classes} classes. Prepare the data again."
+            f"{wrong} images of {data.folder} have a label outside its {num_classes} classes. Prepare the data again."
         )
 
 
 def _task_of_row(data: Prepared) -> npt.NDArray[np.int64]:
-    """Returns the task of every row of the table; -1 where no task has it."""
+    """Returns the task of each row of the table, or -1 for rows that belong to no task."""
     found = np.full(len(data.table), -1, np.int64)
     for number in range(len(data.manifest.tasks)):
         for split in SPLITS:
@@ -162,12 +164,15 @@ def _task_of_row(data: Prepared) -> npt.NDArray[np.int64]:
 
 
 def _domains(data: Prepared, scope: str) -> tuple[list[str], npt.NDArray[np.int64], bool]:
-    """Returns the domains' names in the order in which the tasks bring them, the domain of every row, and whether
-    domain i is task i."""
+    """Returns the names of the domains in the order of the tasks, the column of each row, and whether it follows tasks.
+
+    The column is the place of the row's domain among the names, or -1 for rows that belong to no task or no domain.
+    Columns follow tasks if domain i is task i.
+    """
     manifest = data.manifest
     if len(manifest.domains) < 2:
         raise UserError(
-            f"--scope {scope} needs two domains or more, but {data.folder} has {len(manifest.domains) or 'none'}. "
+            f"--scope {scope} needs at least two domains, but {data.folder} has {len(manifest.domains) or 'none'}. "
             "Use --scope all or per-task."
         )
     order = list(dict.fromkeys(domain for task in manifest.tasks for domain in task.domains))

@@ -1,4 +1,4 @@
-"""What a person sees of an evaluation: a bar with rate and time left, or plain lines; the table at the end."""
+"""Shows an evaluation: a progress bar with speed and remaining time, or plain lines, and tables at the end."""
 
 import math
 import time
@@ -20,11 +20,11 @@ from fastcssl.runs.results import EvaluatedEncoder, Evaluation
 
 _LINE_SECONDS = 30.0
 _WINDOW_SECONDS = 300
-_MAX_COLUMNS = 12  # of tasks that a table shows
+_MAX_COLUMNS = 12  # most tasks that a table shows
 
 
 class Scoreboard(OnTerminal, Progress):
-    """Draws on a terminal, writes a line every half minute elsewhere, and nothing when `quiet`."""
+    """Shows progress: a live panel on a terminal, elsewhere a line every 30 seconds, and nothing if `quiet`."""
 
     def __init__(self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = Console(quiet=True) if quiet else console
@@ -42,7 +42,7 @@ class Scoreboard(OnTerminal, Progress):
         self._pace.append((self._clock(), done))
         self._last_line = self._clock()
         if self._live is None:
-            self._line(f"{title}: {num_images - done:,} images to see")
+            self._line(f"{title}: {num_images - done:,} images to process")
 
     def advance(self, num_images: int) -> None:
         self._done = min(self._done + num_images, self._size)
@@ -63,6 +63,7 @@ class Scoreboard(OnTerminal, Progress):
 
     @property
     def images_per_s(self) -> float:
+        """Returns the speed over the last minutes."""
         (began, first), now = self._pace[0], self._clock()
         return (self._done - first) / (now - began) if now > began else 0.0
 
@@ -83,9 +84,9 @@ class Scoreboard(OnTerminal, Progress):
 
 
 def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
-    """Returns a table for each result; of a grid of settings one row each."""
+    """Returns one table per result. A grid of settings also gets a table with one row per setting."""
     parts: list[RenderableType] = []
-    missing: dict[str, None] = {}  # what metrics lack, each sentence once
+    missing: dict[str, None] = {}  # why metrics are missing, each sentence once
     grids: dict[tuple[str, str, str], list[Evaluated]] = {}
     for outcome in outcomes:
         made = outcome.evaluation
@@ -97,19 +98,19 @@ def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
             parts.append(_grid(found))
         for outcome in found if probe == "knn" else [max(found, key=lambda item: item.evaluation.metrics.A[-1])]:
             if len(found) > 1:
-                best = "" if probe == "knn" else ", the best A of these by the validation images themselves"
+                best = "" if probe == "knn" else ", the best A of these (chosen on the validation images)"
                 parts.append(Text(f" {settings_of(outcome.evaluation, found)}{best}", "dim"))
             parts.append(matrix(outcome.evaluation))
             facts = [("result", str(outcome.path), "")]
             if outcome.was_there:
-                facts.append(("", "evaluated before; --again repeats it", "dim"))
+                facts.append(("", "evaluated before; use --again to recompute", "dim"))
             parts += [Padding(fact_grid(facts, fold=True), (0, 0, 1, 1), expand=False)]
         missing |= dict.fromkeys(found[0].evaluation.metrics.missing)
     return Group(*parts, *(Text(sentence, "yellow") for sentence in missing))
 
 
 def matrix(made: Evaluation) -> RenderableType:
-    """Returns a_{i,t} in %, a row for each checkpoint and a column for each task; what it had not learnt yet is dim."""
+    """Returns a_{i,t} in %, with one row per checkpoint and one column per task. Tasks not yet learnt are dim."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
     table.add_column("after", justify="right", no_wrap=True)
     shown = range(min(len(made.columns), _MAX_COLUMNS))
@@ -125,7 +126,7 @@ def matrix(made: Evaluation) -> RenderableType:
         cells = [Text(_percent(made.top1[t][i]), "" if i in seen else "dim") for i in shown]
         end = (made.metrics.A[t], made.overall_top1[t], made.overall_top5[t])
         table.add_row(_after(encoder, made), *cells, *rest, *map(_percent, end))
-    for name, row in (("one task alone", made.reference.ft), ("random", made.reference.random)):
+    for name, row in (("single task", made.reference.ft), ("random", made.reference.random)):
         if row is not None:
             values = ["-" if row[i] is None else _percent(row[i]) for i in shown]
             table.add_row(name, *values, *rest, "", "", "", style="italic")
@@ -135,7 +136,7 @@ def matrix(made: Evaluation) -> RenderableType:
 
 
 def _metric(row: MetricSpec, share: float) -> Text:
-    """Returns the name, the value in % and, dim, what it is; that higher is better goes without saying."""
+    """Returns the name, the value in % and, dim, the title. Only "lower is better" is stated."""
     about = row.title if row.better == "higher" else f"{row.title}, lower is better"
     return Text.assemble((row.name, "bold"), f" {_percent(share)}", (f" {about}", "dim"))
 
@@ -153,7 +154,7 @@ def _grid(found: Sequence[Evaluated]) -> Table:
 
 
 def settings_of(made: Evaluation, others: Sequence[Evaluated]) -> str:
-    """Returns the settings that tell it apart from the others."""
+    """Returns the settings by which an evaluation differs from the others."""
     differ = [
         key
         for key in made.settings
@@ -163,7 +164,7 @@ def settings_of(made: Evaluation, others: Sequence[Evaluated]) -> str:
 
 
 def _after(encoder: EvaluatedEncoder, made: Evaluation) -> str:
-    """Returns what it has learnt last; a joint run's only encoder has learnt all at once."""
+    """Returns the last task that an encoder has learnt; "all tasks" for the only encoder of a joint run."""
     if len(made.checkpoints) == 1 and len(encoder.seen) == len(made.columns) > 1:
         return "all tasks"
     return f"task {encoder.task}" if encoder.seen else ""

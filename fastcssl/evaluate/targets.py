@@ -1,4 +1,4 @@
-"""What can be evaluated: a run of fastcssl-train with an encoder after each task, or an encoder file of any origin."""
+"""The targets of an evaluation: runs of fastcssl-train, with one encoder per task, and encoder files of any origin."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ from fastcssl.runs.results import EvaluatedEncoder
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """An encoder of a target: how results note it, and how it is loaded."""
+    """An encoder of a target: how results record it, and how to load it."""
 
     noted: EvaluatedEncoder
     load: Callable[[], nn.Module]  # on the CPU, in eval mode, with `num_features`
@@ -36,7 +36,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageStyle:
-    """How the encoder's training saw images: what its probe must keep to."""
+    """How images looked in the encoder's training. A probe must show them the same way."""
 
     family: Family
     size_px: int
@@ -46,7 +46,7 @@ class ImageStyle:
     def views(self, *, size_px: int | None = None, crop: Literal["family", "whole", "center"] = "family") -> ProbeViews:
         """Returns the views of a probe, at another size if given.
 
-        "whole" judges by the whole image, resized; "center" by its middle.
+        `crop`: "whole" validates on the whole image, resized; "center" on its centre; "family" as the family does.
         """
         family = {"family": self.family, "whole": "cifar", "center": "imagenet"}[crop]
 
@@ -59,9 +59,9 @@ class ImageStyle:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """A run or an encoder file: what is evaluated, and what is known about its training."""
+    """A run or an encoder file to evaluate, and what is known about its training."""
 
-    folder: Path  # results lie in its folder `evaluations`
+    folder: Path  # results are in its folder `evaluations`
     checkpoints: tuple[Checkpoint, ...]
     style: ImageStyle
     encoder: EncoderConfig
@@ -69,17 +69,17 @@ class Target:
     strategy: str = ""
     recipe: str = ""
     seed: int = 0
-    data: Path | None = None  # that a run was trained on
+    data: Path | None = None  # the data that a run was trained on
     manifest_sha256: str = ""
     only_task: int | None = None
-    flags: tuple[str, ...] = ()  # what the run's command line changed of its recipe
+    flags: tuple[str, ...] = ()  # the flags by which the run's command line changed its recipe
 
     @property
     def is_run(self) -> bool:
         return bool(self.recipe)
 
     def random_encoder(self) -> nn.Module:
-        """Returns the encoder as the run's was before its first step."""
+        """Returns the encoder as it was before the run's first step."""
         return build_encoder(self.encoder, self.seed, self.style.size_px).eval()
 
 
@@ -88,7 +88,7 @@ def open_targets(
 ) -> list[Target]:
     """Opens runs, folders of runs with several seeds, and encoder files, and returns them.
 
-    The options are for files that do not say so.
+    The options apply to encoder files, and except for `out` only where a file does not contain the information.
     """
     found: list[Target] = []
     for path in paths:
@@ -101,25 +101,25 @@ def open_targets(
         else:
             raise UserError(
                 f"{path} is neither a run of fastcssl-train (it has no config.json) nor an encoder file. "
-                "Give a run's folder, a .safetensors file or a state dict of torchvision's."
+                "Give a run's folder, a .safetensors file or a torchvision state dict."
             )
     twice = [target.folder for target in found if sum(other.folder == target.folder for other in found) > 1]
     if twice:
-        raise UserError(f"{twice[0]} is there twice; its results would overwrite each other. Name it once.")
+        raise UserError(f"{twice[0]} is given twice; its results would overwrite each other. Give it once.")
     return found
 
 
 def open_references(paths: Sequence[Path]) -> list[Target]:
-    """Opens runs of one task alone, or folders that hold some, and returns them."""
+    """Opens runs of a single task, or folders that hold such runs, and returns them."""
     found: list[Target] = []
     for path in paths:
         folders = [path] if RunFolder(path).is_run() else runs_in(path)
-        # A folder of runs may hold others too, and some that are not finished.
+        # A folder of runs may also hold other runs, and unfinished ones.
         runs = [_run(folder) for folder in folders if folder == path or any(RunFolder(folder).encoders.glob("task*"))]
         alone = [run for run in runs if run.only_task is not None]
         if not alone:
             raise UserError(
-                f"--references {path}: no finished run of one task is there. Make some with fastcssl-train "
+                f"--references {path}: it holds no finished run of a single task. Train one with fastcssl-train "
                 "RECIPE METHOD finetune --only-task K."
             )
         found += [run for run in alone if run.folder not in {other.folder for other in found}]
@@ -151,8 +151,8 @@ def _run(folder: Path) -> Target:
         if (strings["architecture"], strings["stem"]) != (encoder.name, encoder.stem):
             raise UserError(
                 f"{file} holds a {strings['architecture']} ({strings['stem']} stem), but the run trained a "
-                f"{encoder.name} ({encoder.stem} stem): it is another run's file. Restore it, or evaluate it "
-                "by its own path."
+                f"{encoder.name} ({encoder.stem} stem): the file is from another run. Restore the right file, or "
+                "evaluate this one by its own path."
             )
         seen = sorted({task for earlier in tasks[: number + 1] for task in earlier})
         noted = EvaluatedEncoder(task=number, path=str(file.relative_to(folder)), sha256=sha256_of(file), seen=seen)
@@ -160,7 +160,7 @@ def _run(folder: Path) -> Target:
     if not checkpoints:
         raise UserError(
             f"{folder} has no finished task: {folder / 'encoders'} holds none of its encoders. Let fastcssl-train "
-            f"finish one (fastcssl-train status {folder} says where it is)."
+            f"finish a task (fastcssl-train status {folder} shows its progress)."
         )
     return Target(
         folder=folder,
@@ -179,7 +179,7 @@ def _run(folder: Path) -> Target:
 
 
 def _flags(config: dict[str, Any], sources: dict[str, str], settings: str) -> tuple[str, ...]:
-    """Returns what was said on the command line, in its words, but for what makes a reference another run."""
+    """Returns the flags that were given on the command line, except for those that a reference does not share."""
     found = [] if settings == "matched" else [f"--settings {settings}"]
     for key, source in sources.items():
         value: Any = config
@@ -194,7 +194,7 @@ def _flags(config: dict[str, Any], sources: dict[str, str], settings: str) -> tu
 
 
 def _style_of(strings: dict[str, str], family: Family, size_px: int | None) -> ImageStyle:
-    """Returns how the encoder saw images: as its file says, or else as is usual for `family`."""
+    """Returns how images looked in training: as the encoder's file says, or else as is usual for `family`."""
     usual = policy(f"probe-val-{family}")[0]
     if "mean" not in strings:
         return ImageStyle(family=family, size_px=size_px or usual.size_px, mean=usual.mean, std=usual.std)
@@ -208,10 +208,10 @@ def _style_of(strings: dict[str, str], family: Family, size_px: int | None) -> I
 
 
 def _family_of_mean(mean: tuple[float, ...]) -> Family:
-    """Returns the family whose usual normalisation has this mean, or "imagenet", which is for anything else too.
+    """Returns the family whose usual normalisation has this mean, or "imagenet" for any other mean.
 
-    An encoder file names its mean but not its family. The mean decides, as training takes it from the family's own
-    policy, to the last digit.
+    An encoder file holds its mean but not its family. The mean identifies the family, because training copies it
+    exactly from the family's policy.
     """
     return next((family for family in get_args(Family) if mean == policy(f"probe-val-{family}")[0].mean), "imagenet")
 
@@ -235,7 +235,7 @@ def _file(
         if architecture is not None and (found.name, found.stem) != (architecture.name, architecture.stem):
             raise UserError(
                 f"{path} says that it is a {found.name} ({found.stem} stem), not a {architecture.name} "
-                f"({architecture.stem} stem). Leave --architecture out."
+                f"({architecture.stem} stem). Omit --architecture."
             )
     elif architecture is None:
         raise UserError(
@@ -247,7 +247,7 @@ def _file(
     style = _style_of(strings, family, size_px)
     if not strings:
         load = _foreign(path, found, style.size_px)
-    load()  # what is wrong with it is said now
+    load()  # so that any error is reported now
     noted = EvaluatedEncoder(task=0, path=str(path), sha256=sha256_of(path), seen=[])
     return Target(
         folder=path.with_suffix("") if out is None else out,
@@ -265,7 +265,7 @@ def _loader(path: Path) -> Callable[[], nn.Module]:
 def _foreign(path: Path, config: EncoderConfig, size_px: int) -> Callable[[], nn.Module]:
     """Returns a function that loads a plain state dict.
 
-    Only the classifier, which an encoder does not have, may be in it besides.
+    The file may also hold the classifier, which an encoder does not have, but nothing else.
     """
 
     def load() -> nn.Module:
@@ -290,19 +290,17 @@ def _tensors(path: Path) -> dict[str, Tensor]:
             return dict(load_file(path))
         except SafetensorError as error:
             raise EncoderFileError(
-                f"{path} is not a safetensors file, or only a part of one ({error}). Copy it again."
+                f"{path} is not a safetensors file, or it is incomplete ({error}). Copy it again."
             ) from None
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile):
         raise EncoderFileError(
-            f"{path} is not a file of tensors alone: a pickle of other things may run any code when opened, and is "
+            f"{path} does not hold only tensors. Opening a pickle of anything else could run arbitrary code, so it is "
             "refused. Save model.state_dict(), or a safetensors file."
         ) from None
     if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
-        raise EncoderFileError(
-            f"{path} holds something other than a state dict of tensors by name. Save model.state_dict() alone."
-        )
+        raise EncoderFileError(f"{path} is not a state dict of tensors by name. Save only model.state_dict().")
     return found
 
 
@@ -310,9 +308,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def matched(target: Target, others: Sequence[Target], manifest_sha256: str) -> dict[int, int]:
-    """Returns, by task, which of the others is its reference.
+    """Returns for each task the index of its reference among the others.
 
-    It has the same data, method and encoder; rather also the same seed.
+    A reference has the same data, method and encoder. One with the same seed is preferred.
     """
     found: dict[int, int] = {}
     if target.only_task is not None or not target.is_run:
@@ -328,14 +326,14 @@ def matched(target: Target, others: Sequence[Target], manifest_sha256: str) -> d
 
 
 def unmatched(targets: Sequence[Target], references: Sequence[Target]) -> list[Target]:
-    """Returns the references that are of no use to any of the targets."""
+    """Returns the references that match none of the targets."""
     return [
         other for other in references if not any(matched(target, [other], target.manifest_sha256) for target in targets)
     ]
 
 
 def missing_commands(target: Target, tasks: Sequence[int], manifest: Path) -> list[str]:
-    """Returns the commands that train references: fine-tuning from nothing, as every strategy is on one task."""
+    """Returns the commands that train references by fine-tuning; on one task all strategies are the same as that."""
     data = target.data or manifest
     return [
         " ".join(
@@ -350,5 +348,5 @@ def missing_commands(target: Target, tasks: Sequence[int], manifest: Path) -> li
 
 
 def out_of(target: Target, task: int) -> Path:
-    """Returns where a reference goes: named by the method, as all its strategies share the references."""
+    """Returns the folder of a reference. Its name has no strategy, because all strategies share the references."""
     return target.folder.parent / f"{target.recipe}-{target.method}-only{task}-seed{target.seed}"

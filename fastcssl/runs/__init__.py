@@ -1,5 +1,5 @@
-"""The folder of a run, written and read in one place.
+"""Writes and reads the folder of a run.
 
-Reports and states come in from training and evaluation, and files go out; read again, they become the same objects.
-Start with layout.py, which knows every path; each other module owns one kind of file, or what is shown of it.
+Training and evaluation hand over reports and states, which are written to files and read back as the same objects.
+Start with layout.py, which knows every path. Each other module owns one kind of file, or shows what it holds.
 """

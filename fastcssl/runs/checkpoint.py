@@ -1,7 +1,8 @@
-"""Checkpoints: a snapshot in the training thread, an atomic write behind it, and the newest whole one to resume from.
+"""Writes checkpoints atomically in the background, and finds the newest intact one to resume from.
 
-A file is what `torch.save` writes, then 64 bytes: a mark, the format's version, the step, the length, and a digest of
-all before. torch still opens such a file; `load` looks at the digest first, and never unpickles code.
+A file holds what `torch.save` writes, followed by 64 bytes: a mark, the format version, the step, the length, and a
+digest of everything before it. torch can still open such a file. `load` checks the digest first, and never unpickles
+code.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ SavedState = dict[str, Any]  # dicts, lists and tuples of tensors, numbers, stri
 
 _FORMAT_VERSION = 1
 _MARK = b"fastcssl"
-_HEAD = struct.Struct("<8sIQQ")  # the mark, the version, the step, how many bytes stand before
+_HEAD = struct.Struct("<8sIQQ")  # the mark, the version, the step, and the number of bytes before it
 _DIGEST_BYTES = 36
 _FOOTER_BYTES = _HEAD.size + _DIGEST_BYTES  # 64
 _CHUNK_BYTES = 1 << 20
@@ -38,17 +39,17 @@ _PARTIAL = re.compile(r".+\.(\d+)\.partial")
 
 
 class CheckpointError(UserError):
-    """A checkpoint could not be written, or is not to be resumed from."""
+    """A checkpoint could not be written, or cannot be resumed from."""
 
     everywhere = True
 
 
 class TornError(CheckpointError):
-    """A file that is not whole: cut off, altered or unreadable. An older one may serve."""
+    """A checkpoint is damaged: truncated, altered or unreadable. An older one may still be usable."""
 
 
 def snapshot(state: SavedState) -> SavedState:
-    """A copy in host memory. The training may change its tensors as soon as this returns."""
+    """Returns a copy in host memory. Training may change the original tensors as soon as this returns."""
     devices: set[torch.device] = set()
     copied = cast(SavedState, _copied(state, "", devices))
     for device in devices:
@@ -65,7 +66,7 @@ def _copied(value: Any, path: str, devices: set[torch.device]) -> Any:
     if isinstance(value, dict):
         for key in value:
             if type(key) not in (str, int):
-                raise TypeError(f"{path or 'the state'} has the key {key!r}; a checkpoint takes strings and integers.")
+                raise TypeError(f"{path or 'the state'} has the key {key!r}; keys must be strings or integers.")
         return {key: inner(key, item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(inner(index, item) for index, item in enumerate(value))
@@ -76,10 +77,10 @@ def _copied(value: Any, path: str, devices: set[torch.device]) -> Any:
 
 
 def _host_copy(tensor: Tensor, devices: set[torch.device]) -> Tensor:
-    """Keeps the strides. Without the copy a view would also be saved with all of its storage."""
+    """Returns a copy with the same strides. Without the copy, saving a view would save its entire storage."""
     if tensor.device.type != "cuda":
         return tensor.to("cpu", copy=True)
-    devices.add(tensor.device)  # the caller waits for these copies, once for all
+    devices.add(tensor.device)  # the caller waits once for all copies of a device
     pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
 
@@ -92,15 +93,15 @@ def _num_bytes(value: Any) -> int:
 
 
 class Checkpoints:
-    """The checkpoints of one run, written one at a time by a thread while the training goes on.
+    """The checkpoints of one run, written one at a time by a thread while training continues.
 
-    An error of a periodic write waits in `check`, so that a full disk need not end the run: the checkpoints before it
-    stay. A write that is waited for (`task_end`, `failed`, `save(wait=True)`) raises its error.
+    If a periodic write fails, `check` returns the error, so a full disk does not end the run: the earlier checkpoints
+    stay. A write that the caller waits for (`task_end`, `failed`, `save(wait=True)`) raises its error.
     """
 
     def __init__(self, folder: Path | str, keep: int = 2) -> None:
         if keep < 1:
-            raise ValueError(f"keep is {keep}; at least 1 checkpoint has to stay.")
+            raise ValueError(f"keep is {keep}; keep at least 1 checkpoint.")
         self.folder, self._keep = Path(folder), keep
         self.folder.mkdir(parents=True, exist_ok=True)
         self._thread: threading.Thread | None = None
@@ -108,28 +109,28 @@ class Checkpoints:
         self._last_is_whole = True
 
     def save(self, step: int, state: SavedState, *, wait: bool = False) -> float:
-        """A rolling checkpoint. Returns the seconds that training stood still."""
+        """Writes a rolling checkpoint and returns the seconds for which training stopped."""
         return self._save(self.folder / f"step-{step:08d}.pt", step, state, wait=wait)
 
     def task_end(self, task: int, step: int, state: SavedState) -> float:
-        """One that stays for good."""
+        """Writes the checkpoint of a task's end, which is never deleted, and returns the seconds it took."""
         return self._save(self.folder / f"task-{task}.pt", step, state, wait=True)
 
     def failed(self, step: int, state: SavedState) -> Path:
-        """A state to look into, such as after a loss that is not finite; `latest` never takes it."""
+        """Writes a state for inspection, such as after a loss that is not finite. `latest` never returns it."""
         path = self.folder / f"failed-step-{step:08d}.pt"
         self._save(path, step, state, wait=True)
         return path
 
     def check(self) -> CheckpointError | None:
-        """The error of a write that has ended, told once."""
+        """Returns the error of a write that has ended, or None. Each error is returned once."""
         if self._thread is not None and self._thread.is_alive():
             return None
         error, self._error = self._error, None
         return error
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Waits until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -137,7 +138,7 @@ class Checkpoints:
     def _save(self, path: Path, step: int, state: SavedState, *, wait: bool) -> float:
         began = time.perf_counter()
         self.wait()
-        # Not a daemon: a run that ends in the middle of a write still finishes it.
+        # Not a daemon thread: a process that exits in the middle of a write still finishes it.
         self._thread = threading.Thread(target=self._write, args=(path, step, snapshot(state)), name="checkpoint")
         self._thread.start()
         if wait:
@@ -157,14 +158,20 @@ class Checkpoints:
             self._error = CheckpointError(self._explained(error, path, state))
 
     def _delete_stale(self) -> None:
-        """What processes that were killed in a write left behind. A number of our own is an earlier process's."""
+        """Deletes the partial files of processes that were killed while writing.
+
+        A file with our own process number was left by an earlier process of that number.
+        """
         for path in self.folder.iterdir():
             match = _PARTIAL.fullmatch(path.name)
             if match and (int(match[1]) == os.getpid() or not Path("/proc", match[1]).exists()):
                 path.unlink(missing_ok=True)
 
     def _delete_oldest(self, step: int) -> None:
-        """Files of later steps are none of this run's past, so they neither count nor go."""
+        """Deletes all but the last rolling checkpoints up to `step`.
+
+        Files of later steps are not part of this run's past, so they neither count nor are they deleted.
+        """
         steps = {path: int(match[1]) for path in self.folder.iterdir() if (match := _ROLLING.fullmatch(path.name))}
         past = sorted((path for path in steps if steps[path] <= step), key=steps.__getitem__)
         for path in past[: -self._keep]:
@@ -173,13 +180,13 @@ class Checkpoints:
     def _explained(self, error: Exception, path: Path, state: SavedState) -> str:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         if self._last_is_whole:
-            return f"{path} is written, but an older file could not be deleted: {reason}. Look at {self.folder}."
+            return f"{path} was written, but an older file could not be deleted: {reason}. Look into {self.folder}."
         try:
             free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free"
             found = _footers(self.folder, [])
         except OSError:
-            free, found = "what is free there is unknown", []
-        left = f"{found[0].path.name} is still whole" if found else "there is no earlier one"
+            free, found = "the free space is unknown", []
+        left = f"{found[0].path.name} is still intact" if found else "there is no earlier checkpoint"
         return (
             f"The checkpoint {path.name} could not be written to {self.folder}: {reason}. "
             f"It needs {_num_bytes(state) / 1e6:,.1f} MB, {free}; {left}. Free some space or use another --out."
@@ -187,10 +194,10 @@ class Checkpoints:
 
 
 class _DigestingFile:
-    """The file that torch writes to, digested on the way.
+    """A file that torch writes to, which computes a digest of everything written.
 
-    torch reports an exception from here as a wrong position in its archive. So the first one is kept, the rest of the
-    bytes are dropped, and `finish` raises it.
+    torch would report an exception from here as a wrong position in its archive. So this class keeps the first error,
+    drops the bytes that follow, and raises the error in `finish`.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -210,9 +217,10 @@ class _DigestingFile:
         return len(data)
 
     def flush(self) -> None:
-        """Asked for by torch; `finish` does it."""
+        """Does nothing. torch calls this; `finish` flushes."""
 
     def finish(self, step: int) -> None:
+        """Writes the footer and flushes the file to the disk. Raises the first error of a write, if there was one."""
         self.write(_HEAD.pack(_MARK, _FORMAT_VERSION, step, self._num_bytes))
         self.write(self._digest.digest())
         if self._error is not None:
@@ -222,7 +230,7 @@ class _DigestingFile:
 
 
 def _write_file(path: Path, step: int, state: SavedState) -> None:
-    """Under its name there is never anything but a whole file."""
+    """Writes a checkpoint under a temporary name and then renames it, so that `path` never names a partial file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -238,22 +246,27 @@ def _write_file(path: Path, step: int, state: SavedState) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
+    """A checkpoint that can be resumed from."""
+
     path: Path
     step: int
     state: SavedState
-    warnings: tuple[str, ...]  # sentences about newer files that are not whole
+    warnings: tuple[str, ...]  # one sentence for each newer file that is damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Footer:
     path: Path
-    task: int  # -1 for a rolling one
+    task: int  # -1 for a rolling checkpoint
     version: int
     step: int
 
 
 def latest(folder: Path | str) -> Found | None:
-    """The whole checkpoint of the latest step. None where there is none at all, an error where none is whole."""
+    """Returns the intact checkpoint of the latest step, or None if there are no checkpoints.
+
+    Raises CheckpointError if there are checkpoints, but all of them are damaged.
+    """
     warnings: list[str] = []
     for footer in _footers(Path(folder), warnings):
         try:
@@ -263,12 +276,17 @@ def latest(folder: Path | str) -> Found | None:
             continue
         return Found(path=footer.path, step=footer.step, state=state, warnings=tuple(warnings))
     if warnings:
-        raise CheckpointError(f"No checkpoint in {folder} is whole. {' '.join(warnings)} Start over: --resume never.")
+        raise CheckpointError(
+            f"All checkpoints in {folder} are damaged. {' '.join(warnings)} Start over with --resume never."
+        )
     return None
 
 
 def _footers(folder: Path, warnings: list[str]) -> list[_Footer]:
-    """Of what can be resumed from, latest first. The end of a task comes after a rolling one of the same step."""
+    """Returns the footers of the files that can be resumed from, latest first.
+
+    At the same step, the checkpoint of a task's end counts as later than a rolling one.
+    """
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if _ROLLING.fullmatch(path.name) or _TASK_END.fullmatch(path.name):
@@ -280,7 +298,7 @@ def _footers(folder: Path, warnings: list[str]) -> list[_Footer]:
 
 
 def _footer(path: Path, *, verify: bool = False) -> _Footer:
-    """`verify` reads the whole file and compares its digest."""
+    """Returns the footer of a file. With `verify`, reads the entire file and compares its digest."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     try:
         with path.open("rb") as file:
@@ -295,18 +313,19 @@ def _footer(path: Path, *, verify: bool = False) -> _Footer:
     except OSError as error:
         raise TornError(f"{path} cannot be read ({error.strerror}).") from error
     if len(footer) < _FOOTER_BYTES or not footer.startswith(_MARK):
-        raise TornError(f"{path} is not a whole checkpoint: its {num_bytes:,} bytes end without the closing mark.")
+        raise TornError(f"{path} is damaged: its {num_bytes:,} bytes end without the closing mark.")
     _, version, step, length = _HEAD.unpack_from(footer)
     if length + _FOOTER_BYTES != num_bytes:
-        raise TornError(f"{path} is not a whole checkpoint: {num_bytes:,} bytes, not {length + _FOOTER_BYTES:,}.")
+        raise TornError(f"{path} is damaged: it has {num_bytes:,} bytes, not {length + _FOOTER_BYTES:,}.")
     if verify and digest.digest() != footer[_HEAD.size :]:
-        raise TornError(f"{path} is not a whole checkpoint: its content does not match its checksum.")
+        raise TornError(f"{path} is damaged: its content does not match its checksum.")
     task = _TASK_END.fullmatch(path.name)
     return _Footer(path=path, task=int(task[1]) if task else -1, version=version, step=step)
 
 
 def load(path: Path | str) -> SavedState:
-    """Read, not mapped: an optimiser keeps the tensors it is given, and retention deletes the file under them."""
+    """Returns the state in a checkpoint file, after checking its digest."""
+    # Read, not memory-mapped: an optimiser keeps the tensors it is given, and the file may be deleted before them.
     path = Path(path)
     footer = _footer(path, verify=True)
     if footer.version != _FORMAT_VERSION:
@@ -318,7 +337,7 @@ def load(path: Path | str) -> SavedState:
         return cast(SavedState, torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         raise CheckpointError(
-            f"{path} holds something other than tensors, numbers and text, which is never unpickled "
+            f"{path} holds something other than tensors, numbers and text, which fastcssl never unpickles "
             f"({type(error).__name__}). Use a checkpoint that fastcssl wrote."
         ) from error
 
@@ -326,10 +345,10 @@ def load(path: Path | str) -> SavedState:
 def differences(
     saved: Mapping[str, Any], current: Mapping[str, Any], implied: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Returns one line for each dotted key whose value differs. Lists and tuples are the same.
+    """Returns one line for each dotted key whose value differs. A list equals a tuple of the same items.
 
-    `implied`: by dotted key, the value that a checkpoint without that key stands for. A setting that is newer than the
-    checkpoint is no difference while it has that value.
+    `implied`: by dotted key, the value that a checkpoint without that key implies. A setting that is newer than the
+    checkpoint does not count as a difference while it has that value.
     """
     before, now = _flat(saved), _flat(current)
     before = {key: value for key, value in (implied or {}).items() if key in now} | before
@@ -347,16 +366,16 @@ def differences(
 def refuse_changed(
     saved: Mapping[str, Any], current: Mapping[str, Any], path: Path, implied: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises an error when a setting differs. Leave out of both what does not change the training."""
+    """Raises CheckpointError when a setting differs. Both mappings should omit settings that do not affect training."""
     if lines := differences(saved, current, implied):
         raise CheckpointError(
-            f"The configuration is not that of {path}. {'; '.join(lines)}. "
+            f"The configuration differs from that of {path}. {'; '.join(lines)}. "
             "Use the same values, or another --out, or --resume never to start over."
         )
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Leaves by dotted key. A list is a leaf unless it holds dicts."""
+    """Returns the leaves by dotted key. A list is a leaf unless it holds dicts."""
     if isinstance(value, Mapping):
         items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel on a terminal, plain lines elsewhere, a table at the end."""
+"""Shows a run as it trains: a live panel on a terminal, plain lines elsewhere, and a table at the end."""
 
 import math
 import time
@@ -22,7 +22,7 @@ from fastcssl.runs.log import EpochReport, ProbeReport, StepReport, TaskReport
 
 _LINE_SECONDS = 30.0
 _REFRESHES_PER_SECOND = 4
-_WINDOW_SECONDS = 300  # the time left is estimated from the speed over these
+_WINDOW_SECONDS = 300  # the remaining time is estimated from the speed over this window
 _MAX_WIDTH = 100
 _MUCH_WAITING = 0.1
 PROBE_NAMES = {"knn": "k-NN"}
@@ -30,6 +30,8 @@ PROBE_NAMES = {"knn": "k-NN"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
+    """The words and names that the first line of a run shows."""
+
     recipe: str
     method: str
     strategy: str
@@ -42,6 +44,8 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPlan:
+    """The name and length of a task that is to be trained."""
+
     name: str
     num_epochs: int
     steps_per_epoch: int
@@ -52,7 +56,7 @@ class TaskPlan:
 
 
 class _EpochMeans:
-    """Means of loss and terms over the steps of the epoch that was reported last."""
+    """The means of the loss and its terms over the steps of the current epoch."""
 
     def __init__(self) -> None:
         self._epoch: tuple[int, int] | None = None
@@ -75,9 +79,9 @@ class _EpochMeans:
 
 
 class Display(OnTerminal):
-    """Shows the reports of a run. Its methods cost microseconds; a thread draws the panel four times a second.
+    """Shows the reports of a run. Its methods take microseconds; a thread draws the panel four times per second.
 
-    `step`: steps done before, when the run was resumed. `quiet`: shows nothing, for all ranks but 0.
+    `step`: the number of steps done before a resumed run continued. `quiet`: shows nothing, for all ranks but 0.
     """
 
     def __init__(
@@ -109,13 +113,13 @@ class Display(OnTerminal):
 
     def __enter__(self) -> Self:
         if self._live:
-            self._live.start(refresh=True)  # so that an error right away finds a panel to leave
+            self._live.start(refresh=True)  # so that an early error still leaves a panel on the screen
         else:
             self._line(str(self._header))
         return self
 
     def task(self, number: int) -> None:
-        """A task begins."""
+        """Starts showing a task."""
         self._task, self._report = number, None
 
     def step(self, report: StepReport) -> None:
@@ -140,22 +144,22 @@ class Display(OnTerminal):
         self._line("  ".join((*parts, f"{report.images_per_s:.0f} images/s", duration(report.seconds))))
 
     def note(self, text: str, *, warning: bool = False) -> None:
-        """Scrolls by above the panel."""
+        """Prints a line above the panel."""
         self._line(text, style="yellow" if warning else "dim")
 
     def finish(self, tasks: Sequence[TaskReport], where: Iterable[tuple[str, Path | str]], bound: str = "") -> None:
-        """The panel makes way for the table. `bound`: what bounded the run."""
+        """Replaces the panel with the final table. `bound`: the sentence about the run's bottleneck."""
         if self._live:
             self._live.transient = True
             self._live.stop()
         console = self._console
-        if not console.is_terminal:  # a log has no edge to keep to
+        if not console.is_terminal:  # the width of a log is not limited
             console = Console(file=console.file, width=max(console.width, 2 * _MAX_WIDTH), quiet=console.quiet)
         console.print(final_table(tasks, where, bound))
 
     @property
     def seconds_left(self) -> float | None:
-        """For the whole run, by the clock: checkpoints and probes count. None: not known yet."""
+        """Returns the estimated seconds until the run ends, probes and checkpoints included; None if not yet known."""
         return self._seconds_until(self._first_steps[-1])
 
     def _seconds_until(self, step: int) -> float | None:
@@ -188,7 +192,7 @@ class Display(OnTerminal):
         self._line("  ".join(parts))
 
     def panel(self) -> RenderableType:
-        """As it stands now. Called by the thread that draws."""
+        """Returns the panel in its current state. The drawing thread calls this."""
         task, report = self._task, self._report
         first_step, end_step = self._first_steps[task : task + 2]
         bars = bar_grid()
@@ -205,7 +209,7 @@ class Display(OnTerminal):
         return framed(parts)
 
     def _numbers(self, report: StepReport) -> Table:
-        """The loss terms on the left, the rest on the right. Columns keep their widths, so that nothing jumps."""
+        """Returns the loss terms on the left and the rest on the right. Fixed column widths keep the panel steady."""
         plan = self._plan[report.task]
         style = "bold" if math.isfinite(report.loss) else "bold red"
         losses = [
@@ -240,7 +244,7 @@ class Display(OnTerminal):
 def final_table(
     tasks: Sequence[TaskReport], where: Iterable[tuple[str, Path | str]], bound: str = ""
 ) -> RenderableType:
-    """A row a task, then where everything is, then what bounded the run."""
+    """Returns a table with one row per task, then the paths of the run's files, then its bottleneck."""
     places = fact_grid([(what, str(path), "") for what, path in where], fold=True)
     parts: list[RenderableType] = [_TaskTable(tuple(tasks)), Padding(places, (0, 0, 0, 1), expand=False)]
     if bound:
@@ -250,7 +254,7 @@ def final_table(
 
 @dataclass(frozen=True, slots=True)
 class _TaskTable:
-    """On a narrow terminal the columns that say least are left out, rather than all cut short."""
+    """The final table. On a narrow terminal it omits the least important columns instead of truncating them all."""
 
     tasks: tuple[TaskReport, ...]
 
@@ -264,7 +268,7 @@ class _TaskTable:
         yield table
 
     def _columns(self) -> dict[str, list[str]]:
-        """Their cells: one a task, then that of all."""
+        """Returns the cells of each column by heading: one per task, and a last one for all tasks together."""
         tasks = self.tasks
         columns = {
             "task": [*(str(task.task) for task in tasks), ""],
@@ -314,7 +318,7 @@ def bar_row(bars: Table, label: str, done: int, size: int, seconds_left: float |
 
 
 def fact_grid(facts: Iterable[tuple[str, str, str]], *, fold: bool = False) -> Table:
-    """Rows of a dim label, a value, and the value's style."""
+    """Returns a grid with one row per fact, each given as a label, a value and the value's style."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold" if fold else "ellipsis", no_wrap=not fold)
@@ -324,9 +328,9 @@ def fact_grid(facts: Iterable[tuple[str, str, str]], *, fold: bool = False) -> T
 
 
 def probe_rows(reports: Iterable[ProbeReport]) -> Table:
-    """A row a probe, a number a task."""
+    """Returns one row per probe, with one number per task."""
     results: dict[str, dict[int, str]] = {}
-    for report in tuple(reports):  # a copy, since more may come while this is drawn
+    for report in tuple(reports):  # a copy, because more may arrive while this is drawn
         for name, value in report.accuracy.items():
             results.setdefault(_probe_name(name), {})[report.task] = f"{100 * value:.1f}"
     return fact_grid([(name, "  ".join(values.values()), "") for name, values in results.items()], fold=True)
@@ -341,7 +345,7 @@ def wait_style(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """In at most seven characters, the sign aside."""
+    """Returns a number as text of at most seven characters, not counting the sign."""
     if value == 0 or 0.01 <= abs(value) < 1000:
         return f"{value:.3f}"
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.1e}"
@@ -352,6 +356,7 @@ def share(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Returns seconds as text in the two largest units that matter, such as "2 h 5 min"."""
     whole = round(seconds)
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if days:

@@ -1,4 +1,4 @@
-"""What git says of the checkout that code runs from."""
+"""Asks git about the checkout that the code runs from."""
 
 import subprocess
 from functools import cache
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """What it prints there; None where there is no repository, or no git."""
+    """Returns what a git command prints in a folder, or None if git fails, as it does outside a repository."""
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -16,5 +16,5 @@ def git(folder: Path, *words: str) -> str | None:
 
 @cache
 def commit() -> str | None:
-    """Of this package, as the process began with it."""
+    """Returns the commit of this package's checkout at the first call, or None if there is none."""
     return git(Path(__file__).parent, "rev-parse", "HEAD")

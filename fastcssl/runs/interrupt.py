@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: they set a flag, and the training loop looks at it between two steps."""
+"""Catches the signals that ask a run to stop. They set a flag, which the training loop checks between two steps."""
 
 import signal
 import threading
@@ -9,10 +9,10 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Stop:
-    """`with Stop() as stop: ...` and `stop.requested` is the number of the signal, or 0.
+    """A context manager that catches signals: in `with Stop() as stop`, `stop.requested` is the signal's number, or 0.
 
-    A second Ctrl-C does not wait for the step. Inside another one, it knows what that one was asked. Only the main
-    thread can have handlers; elsewhere nothing is caught.
+    A second Ctrl-C raises KeyboardInterrupt immediately. A Stop inside another one starts with the outer one's request.
+    Only the main thread can install handlers; in other threads a Stop catches nothing.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -35,12 +35,12 @@ class Stop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            # None: it was installed by something other than Python, which cannot be put back
+            # None: the handler was not installed from Python, so it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
     def _ask(self, number: int, _: FrameType | None) -> None:
-        # The first one is remembered, but a batch system's early warning gives way to the real thing.
+        # The first signal counts, but a later signal replaces SIGUSR1, which batch systems send as an early warning.
         if self.requested in (0, signal.SIGUSR1):
             self.requested = number
         if number == signal.SIGINT:

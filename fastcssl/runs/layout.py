@@ -1,7 +1,7 @@
-"""The folder of a run: every path in it, its lock, its configuration, and how runs are found.
+"""The folder of a run: every path in it, its lock, its configuration, and how to find runs.
 
 RUN/config.json       the configuration, where each value comes from, and the data
-RUN/status.json       where the run stands
+RUN/status.json       the progress of the run
 RUN/metrics.jsonl     one line per report
 RUN/checkpoints/      step-00001200.pt, and task-0.pt after each task
 RUN/encoders/         task0.safetensors after each task, or joint.safetensors
@@ -26,7 +26,7 @@ Folders = Path | str | Sequence[Path | str]  # one, or several
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Knows where everything in a run's folder is. Making one touches no file."""
+    """The paths in a run's folder. Creating one of these objects does not touch any file."""
 
     root: Path
 
@@ -92,12 +92,15 @@ def folders_of(given: Folders) -> list[Path]:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Returns the runs directly inside a folder, such as those of several seeds, in order."""
+    """Returns the runs directly inside a folder, such as those of several seeds, sorted by name."""
     return sorted(path.parent for path in folder.glob(f"*/{RunFolder(folder).config.name}"))
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Renames a used folder, so that a run may start over there. Returns its new name, or None if it was unused."""
+    """Renames a folder, so that a run can start over there, and returns its new path.
+
+    Returns None, and renames nothing, if the folder is empty or does not exist.
+    """
     if not folder.is_dir() or not any(folder.iterdir()):
         return None
     number = 1
@@ -108,7 +111,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 class locked:
-    """Keeps a second process out of a run's folder: the two would overwrite each other."""
+    """Keeps a second process out of a run's folder, because the two would overwrite each other's files."""
 
     def __init__(self, folder: Path) -> None:
         self._path = RunFolder(folder).lock
@@ -128,7 +131,7 @@ class locked:
 
 
 def start_of(text: str) -> Path:
-    """Returns the checkpoint that "RUN@k" names: that of run RUN at the end of its task k."""
+    """Returns the path of the checkpoint that "RUN@k" names: that of run RUN at the end of its task k."""
     folder, at, task = text.rpartition("@")
     path = RunFolder(Path(folder)).task_end(task)
     if not at or not task.isdecimal() or not path.is_file():
@@ -139,7 +142,7 @@ def start_of(text: str) -> Path:
 
 
 def adopt_encoders(start: Path, out: Path) -> None:
-    """Copies the encoders up to the task of a checkpoint from its run into the one that starts there."""
+    """Copies the encoders up to a checkpoint's task from its run into the run that starts from it."""
     old, new = RunFolder(start.parent.parent), RunFolder(out)
     for index in range(int(start.stem.removeprefix("task-")) + 1):
         path = old.encoder([index])

@@ -1,8 +1,8 @@
-"""What a run leaves behind while it trains: metrics as JSON lines, TensorBoard and Weights & Biases when asked for.
+"""Logs a run while it trains: metrics as JSON lines and, on request, TensorBoard and Weights & Biases.
 
-RUN/metrics.jsonl holds one object a line, "kind" first and "step" (optimiser steps done) second. Floats are written so
-that they read back to the same bits; what is not finite is written as "nan", "inf" or "-inf", which float() takes.
-Tasks, epochs and batches are counted from 0, as in file names; shares and accuracies lie in 0..1.
+RUN/metrics.jsonl holds one object per line, with "kind" first and "step" (optimiser steps done) second. Floats are
+written so that reading them gives the same bits. Values that are not finite are written as "nan", "inf" or "-inf",
+which float() accepts. Tasks, epochs and batches are counted from 0, as in file names. Shares and accuracies are 0..1.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from fastcssl.errors import UserError
 from fastcssl.runs.layout import RunFolder
 
 _NON_FINITE = ("nan", "inf", "-inf")
-_WORDS = ("kind", "name", "what")  # fields that are text whatever they say
+_WORDS = ("kind", "name", "what")  # fields that are always text, even if they read "nan"
 
 
 class RunLogError(UserError):
@@ -29,15 +29,17 @@ class RunLogError(UserError):
 
 
 class RunFolderError(RunLogError):
-    """The folder is no run, or cannot be written."""
+    """A folder is not that of a run, or cannot be written to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
+    """Measurements of one optimiser step."""
+
     kind: ClassVar[str] = "step"
     step: int
     task: int
-    epoch: int  # of this task
+    epoch: int  # counted within this task
     batch: int
     lr: float
     loss: float
@@ -49,6 +51,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReport:
+    """Measurements of one epoch."""
+
     kind: ClassVar[str] = "epoch"
     step: int
     task: int
@@ -64,14 +68,18 @@ class EpochReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
+    """Accuracies of the encoder, as probed during training."""
+
     kind: ClassVar[str] = "probe"
     step: int
-    task: int  # after which it was probed
+    task: int  # the task that was being trained
     accuracy: Mapping[str, float]  # by probe: "knn", "linear"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskReport:
+    """A summary of one finished task."""
+
     kind: ClassVar[str] = "task"
     step: int
     task: int
@@ -91,10 +99,10 @@ SomeReport = TypeVar("SomeReport", StepReport, EpochReport, ProbeReport, TaskRep
 
 
 class RunLog:
-    """Appends to RUN/metrics.jsonl, each line flushed. Only rank 0 makes one; the others take `RunLog.silent()`.
+    """Appends lines to RUN/metrics.jsonl and flushes each. Only rank 0 has one; other ranks use `RunLog.silent()`.
 
-    `resume_step`: that of the checkpoint the run goes on from. What was logged after it is dropped first, so that the
-    file reads as one uninterrupted run. None: a new run, and the file begins empty.
+    `resume_step`: the step of the checkpoint that the run resumes from. Lines that were logged after that step are
+    removed first, so that the file reads like one uninterrupted run. None starts a new run with an empty file.
     """
 
     def __init__(
@@ -124,10 +132,11 @@ class RunLog:
 
     @staticmethod
     def silent() -> "RunLog":
+        """Returns a log that writes nothing."""
         return _SilentLog()
 
     def _cut(self, last_step: int) -> None:
-        """Rewrites the file without what came after `last_step` and without lines that a crash tore."""
+        """Rewrites the file without lines of steps after `last_step` and without lines that a crash truncated."""
         if not self._path.exists():
             return
         content, kept = self._path.read_bytes(), bytearray()
@@ -145,12 +154,13 @@ class RunLog:
         self._write({"kind": report.kind, **{entry.name: getattr(report, entry.name) for entry in fields(report)}})
 
     def event(self, what: str, *, step: int, **details: Any) -> None:
-        """Such as event("checkpoint", step=1200, stall_s=0.04)."""
+        """Writes a line about an event, such as event("checkpoint", step=1200, stall_s=0.04)."""
         self._write({"kind": "event", "step": step, "what": what, **details})
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {key: _plain(value) for key, value in record.items() if value is not None}
-        # A checkpoint at the end of an epoch or a task may be older than that end's own lines, which then come again.
+        # A checkpoint at the end of an epoch or a task may be older than the lines about that end. After resuming
+        # from it, those lines are written a second time, and are dropped here.
         if record["step"] == self._resume_step and _identity(record) in self._repeatable:
             return
         try:
@@ -163,7 +173,7 @@ class RunLog:
             sink.write(scalars, record["step"])
 
     def sync(self) -> None:
-        """At checkpoints: what the checkpoint has seen is on the disk before it is."""
+        """Flushes the file to the disk. Called before a checkpoint, so that a checkpoint is never ahead of the log."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -208,7 +218,7 @@ class _SilentLog(RunLog):
 
 
 def read_reports(folder: Path, kind: type[SomeReport]) -> list[SomeReport]:
-    """The lines of one kind, in order. Lines that cannot be read are left out: the last may just be being written."""
+    """Returns the reports of one kind, in order. Skips unreadable lines: the last one may still be being written."""
     path = RunFolder(folder).metrics
     if not path.exists():
         return []
@@ -239,7 +249,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it. A tensor or NumPy scalar becomes its number."""
+    """Returns a value that JSON can hold. A tensor or NumPy scalar becomes a plain number."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -250,7 +260,7 @@ def _plain(value: Any) -> Any:
 
 
 def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells a line from others of its step: all but the measurements."""
+    """Returns the fields that distinguish a line from others of its step: all but the measurements."""
     return tuple(sorted((key, value) for key, value in record.items() if isinstance(value, int) or key in _WORDS))
 
 
@@ -272,13 +282,13 @@ def _optional(module: str, package: str, option: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise RunLogError(f"{option} needs {package}: pip install {package}, or leave the option out.") from None
+        raise RunLogError(f"{option} needs {package}. Run pip install {package}, or omit the option.") from None
 
 
 class _TensorBoard:
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         module = _optional("torch.utils.tensorboard", "tensorboard", "Logging to TensorBoard")
-        # Hides what an earlier process drew past its last checkpoint.
+        # Hides what an earlier process logged after its last checkpoint.
         purge_step = 0 if resume_step is None else resume_step + 1
         self._writer = module.SummaryWriter(str(RunFolder(folder).tensorboard), purge_step=purge_step)
 
@@ -291,7 +301,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """WANDB_MODE=offline and wandb's other variables keep their meaning."""
+    """Logs to Weights & Biases. WANDB_MODE=offline and wandb's other variables work as usual."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
         module = _optional("wandb", "wandb", "Logging to Weights & Biases")
@@ -312,7 +322,7 @@ class _Wandb:
             raise RunLogError(
                 f"Weights & Biases did not start ({error}). Run wandb login, or set WANDB_MODE=offline."
             ) from None
-        # Our own axis: wandb's may not go back to the step of a checkpoint.
+        # An axis of our own, because wandb's own step cannot go back to that of a checkpoint.
         self._run.define_metric("*", step_metric="steps_done")
 
     def write(self, scalars: dict[str, float], step: int) -> None:

@@ -1,7 +1,7 @@
-"""What an evaluation found, as a file: RUN/evaluations/<name>.json, one for each (probe, scope, data, settings).
+"""The result files of evaluations: RUN/evaluations/<name>.json, one per probe, scope, data set and settings.
 
-A file holds one table: a row for each checkpoint of the run, a column for each evaluation task. It names the manifest
-and the checkpoints by their hashes, so that the next evaluation knows what it need not do again.
+A file holds one table, with one row per checkpoint of the run and one column per evaluation task. It names the manifest
+and the checkpoints by their hashes, so that the next evaluation can skip what is already known.
 """
 
 import hashlib
@@ -26,11 +26,13 @@ ScopeName = Literal["all", "per-task", "domain-aware", "domain-agnostic", "semi-
 
 
 class ResultError(UserError):
-    """A result file that cannot be used: which, why, and the remedy."""
+    """A result file cannot be used. The message names the file, the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedData:
+    """The data set that was evaluated on."""
+
     path: str
     sha256: str  # of the manifest
     source: str
@@ -41,31 +43,33 @@ class EvaluatedData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedEncoder:
-    task: int  # of the run, counted from 0; for an encoder that is no run's, its place on the command line
+    """One checkpoint that was evaluated."""
+
+    task: int  # the run's task, counted from 0; 0 for an encoder that is not from a run
     path: str
     sha256: str
-    seen: list[int]  # the manifest's tasks that it has learnt; [] if nobody knows, or if they are not these
+    seen: list[int]  # the manifest's tasks that it has learnt; [] if unknown, or if it learnt other data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """Accuracies (top-1) of other encoders under the same probe, one a column."""
+    """Accuracies (top-1) of other encoders under the same probe, one per column."""
 
-    ft: list[float | None] | None = None  # FT_i: trained on task i alone
-    random: list[float] | None = None  # not trained at all
+    ft: list[float | None] | None = None  # FT_i: of a model trained only on task i
+    random: list[float] | None = None  # of an encoder that was not trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """A after each checkpoint, and a number for each other row of the table `fastcssl.runs.metrics.METRICS`.
+    """A after each checkpoint, and one number for each other row of the table `fastcssl.runs.metrics.METRICS`.
 
-    Each is an attribute of its own name, such as `metrics.S`: None where it cannot be known, or where the file is older
-    than the metric.
+    Each metric is an attribute, such as `metrics.S`. It is None if its inputs are missing, or if the file is older than
+    the metric.
     """
 
     A: list[float]
-    numbers: dict[str, float | None] = field(default_factory=dict)  # by name, A not among them
-    missing: list[str] = field(default_factory=list)  # a sentence for each need that is not met
+    numbers: dict[str, float | None] = field(default_factory=dict)  # by name, without A
+    missing: list[str] = field(default_factory=list)  # one sentence for each need that is not met
 
     def __getattr__(self, name: str) -> float | None:
         """Returns a metric by its name."""
@@ -74,17 +78,19 @@ class Metrics:
         raise AttributeError(f"Metrics has no {name!r}")
 
     def last(self, name: str) -> float | None:
-        """Returns the metric of that name after the last checkpoint."""
+        """Returns a metric by its name; for A, the value after the last checkpoint."""
         return self.A[-1] if name == AVERAGE.name else self.numbers.get(name)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what a result file holds: a key for each metric, and `missing`."""
+        """Returns the entry of a result file: one key per metric, and `missing`."""
         numbers = {row.name: self.numbers.get(row.name) for row in single_metrics()}
         return {AVERAGE.name: self.A, **numbers, "missing": self.missing}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeBy:
+    """The command and the version of fastcssl that made a result."""
+
     command: str
     version: str
     commit: str | None
@@ -92,7 +98,7 @@ class MadeBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A table of accuracies (shares 0..1), a row a checkpoint and a column a task, with its metrics."""
+    """A table of accuracies (shares 0..1) with one row per checkpoint and one column per task, and its metrics."""
 
     format: int
     probe: Probe
@@ -103,30 +109,30 @@ class Evaluation:
     checkpoints: list[EvaluatedEncoder]  # in the order in which they were trained
     top1: list[list[float]]  # [checkpoint][column], shares 0..1
     top5: list[list[float]]
-    overall_top1: list[float]  # over all validation images together, so a task counts by its images
+    overall_top1: list[float]  # over all validation images together, so that each image counts the same
     overall_top5: list[float]
     num_val: list[int]
     reference: References
     metrics: Metrics
-    seconds: float  # that it took; of all that was probed side by side
+    seconds: float  # duration of the pass, which may have probed other encoders as well
     made_by: MadeBy
 
     @property
     def name(self) -> str:
-        """Returns the name of its file, without the suffix."""
+        """Returns the name of the result file, without the suffix."""
         return result_name(self.probe, self.scope, self.settings, self.manifest.sha256)
 
     @property
     def metric_inputs(self) -> MetricInputs:
-        """Returns what its metrics are computed from."""
+        """Returns the inputs of its metrics."""
         return metric_inputs(self.top1, [encoder.seen for encoder in self.checkpoints], self.reference)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what its file holds."""
+        """Returns the content of the result file."""
         return asdict(self) | {"metrics": self.metrics.as_json()}
 
     def save(self, run: Path) -> Path:
-        """Writes RUN/evaluations/<name>.json, whole or not at all, and returns its path."""
+        """Writes RUN/evaluations/<name>.json atomically and returns its path."""
         _check(self, "the result")
         folder = RunFolder(run).evaluations
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,26 +142,26 @@ class Evaluation:
 
 
 def result_name(probe: Probe, scope: str, settings: Mapping[str, Any], manifest_sha256: str) -> str:
-    """Returns what a person recognises, and six digits of what makes it this evaluation and no other."""
+    """Returns a readable name that ends in six digits of a hash of everything that identifies the evaluation."""
     identity = json.dumps([probe, scope, dict(settings), manifest_sha256], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:6]
     return f"{probe}-{re.sub(r'[^A-Za-z0-9._-]+', '-', scope)}-{digest}"
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Reads a result file and returns what it holds; raises `ResultError` for one that cannot be used."""
+    """Reads a result file and returns its evaluation. Raises ResultError if the file cannot be used."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultError(f"{path} cannot be read ({error.strerror}). Check its permissions.") from None
     except (ValueError, RecursionError):
         raise ResultError(
-            f"{path} is not valid JSON: half-written or damaged. Delete it and run fastcssl-eval again."
+            f"{path} is not valid JSON: it is half-written or damaged. Delete it and run fastcssl-eval again."
         ) from None
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:
         raise ResultError(
-            f"{path} is no result of fastcssl-eval that this version reads (format {version!r}, not {FORMAT}). "
+            f"{path} is not a result that this version of fastcssl-eval can read (format {version!r}, not {FORMAT}). "
             "Delete it and run fastcssl-eval again."
         )
     try:
@@ -169,7 +175,7 @@ def load_evaluation(path: Path) -> Evaluation:
 def _metric_fields(content: dict[str, Any]) -> dict[str, Any]:
     """Returns the entry `metrics` of a file as the fields of `Metrics`.
 
-    A metric that an older file does not have is None; one that only a newer version knows is left out.
+    A metric that an older file does not have becomes None. A metric that only a newer version knows is ignored.
     """
     stored = content.get("metrics")
     if not isinstance(stored, dict):
@@ -179,13 +185,13 @@ def _metric_fields(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluations(run: Path) -> Iterator[tuple[Path, Evaluation]]:
-    """Yields all results of a run, by name."""
+    """Yields the path and the content of each result file of a run, sorted by name."""
     for path in sorted(RunFolder(run).evaluations.glob("*.json")):
         yield path, load_evaluation(path)
 
 
 def _check(found: Evaluation, where: str) -> None:
-    """Raises ResultError unless the parts fit each other: a table of another shape would be drawn wrongly."""
+    """Raises ResultError if the fields contradict each other: a table of the wrong shape would be shown wrongly."""
 
     def refuse(what: str) -> ResultError:
         return ResultError(f"{where}: {what}. Delete it and run fastcssl-eval again.")
@@ -200,27 +206,27 @@ def _check(found: Evaluation, where: str) -> None:
         if [len(row) for row in table] != [num_columns] * num_rows or len(overall) != num_rows:
             raise refuse(f"{name} is not a table of {num_rows} checkpoints and {num_columns} columns")
         if not all(0 <= value <= 1 for row in (*table, overall) for value in row):
-            raise refuse(f"{name} holds numbers that are no shares")
+            raise refuse(f"{name} holds numbers outside 0..1")
     for row in (found.reference.ft, found.reference.random):
         if row is not None and len(row) != num_columns:
             raise refuse(f"a reference has {len(row)} values for {num_columns} columns")
     values = [*found.metrics.A, *found.metrics.numbers.values(), found.seconds]
     if len(found.metrics.A) != num_rows or not all(value is None or math.isfinite(value) for value in values):
-        raise refuse("its metrics are not finite or not one a checkpoint")
+        raise refuse("its metrics are not finite, or A does not have one value per checkpoint")
 
 
-# ---- The metrics of a table, where they can be known -----------------------------------------------------------------
+# ---- The metrics of a table ------------------------------------------------------------------------------------------
 
 
 def metric_inputs(top1: AccuracyTable, seen: Sequence[Sequence[int]], reference: References) -> MetricInputs:
-    """Returns what metrics are computed from. `seen` says which columns each row's encoder has learnt."""
+    """Returns the inputs of the metrics. `seen`: the columns that each row's encoder has learnt."""
     return MetricInputs(top1=top1, seen=seen, ft=reference.ft, random=reference.random)
 
 
 def metrics_of(top1: AccuracyTable, seen: Sequence[Sequence[int]], reference: References) -> Metrics:
-    """Returns every metric whose needs are met, and why the others are not there.
+    """Returns every metric whose needs are met, and the reasons why the others are missing.
 
-    `seen` says which columns each row's encoder has learnt; most metrics need 0..t in row t, for every task.
+    `seen`: the columns that each row's encoder has learnt. Most metrics need 0..t in row t, for every task.
     """
     known = metric_inputs(top1, seen, reference)
     return Metrics(
@@ -233,7 +239,10 @@ def metrics_of(top1: AccuracyTable, seen: Sequence[Sequence[int]], reference: Re
 
 
 def _missing(known: MetricInputs) -> list[str]:
-    """Returns a sentence for each need that is not met; it begins with the names of the metrics that have it."""
+    """Returns one sentence for each need that is not met. It begins with the names of the metrics that need it.
+
+    Result files hold these sentences, and a file is rewritten if they differ, so their wording must not change.
+    """
     if not known.has_every_task:
         names, num_columns = _names_that_need(Need.EVERY_TASK), len(known.top1[0])
         return [
@@ -256,7 +265,7 @@ def _missing(known: MetricInputs) -> list[str]:
 
 
 def metrics_named_in(sentence: str) -> list[str]:
-    """Returns the metrics that a sentence of `Metrics.missing` is about: the names that it begins with."""
+    """Returns the metrics that a sentence of `Metrics.missing` begins with."""
     names = re.split(r" (?:compare|need)s? ", sentence, maxsplit=1)[0]
     return [name for name in re.split(r", | and ", names) if name in METRICS]
 

@@ -1,4 +1,4 @@
-"""Where a run is, for another process to read: RUN/status.json, and the summary that `fastcssl-train status` shows."""
+"""The progress of a run, for other processes to read: RUN/status.json, and the summary of `fastcssl-train status`."""
 
 import json
 import math
@@ -28,7 +28,7 @@ RunState = Literal["running", "stopped", "finished", "failed"]
 
 
 def _birth(pid: int) -> str | None:
-    """When a process of this machine began, in ticks since boot. None: there is no such process, or only a zombie."""
+    """Returns when a process of this machine started, in ticks since boot; None if it does not exist or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -38,6 +38,8 @@ def _birth(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
+    """The content of RUN/status.json."""
+
     state: RunState
     title: str
     task: int  # counted from 0, like the epoch
@@ -51,12 +53,12 @@ class Status:
     started: float = field(default_factory=time.time)  # seconds since 1970
     updated: float = field(default_factory=time.time)
     pid: int = field(default_factory=os.getpid)
-    born: str | None = field(default_factory=lambda: _birth(os.getpid()))  # tells the process from a later namesake
+    born: str | None = field(default_factory=lambda: _birth(os.getpid()))  # tells it from a later process with this pid
     host: str = field(default_factory=socket.gethostname)
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether the process that wrote this still runs. None: it is another machine's."""
+        """Returns whether the process that wrote this is still running, or None if it ran on another machine."""
         if self.host != socket.gethostname():
             return None
         born = _birth(self.pid)
@@ -64,23 +66,25 @@ class Status:
 
 
 def write_status(folder: Path, status: Status) -> None:
+    """Writes RUN/status.json atomically, with the current time as `updated`."""
     content = asdict(replace(status, updated=time.time()))
     write_atomically(RunFolder(folder).status, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def read_status(folder: Path) -> Status:
+    """Returns the content of RUN/status.json. Raises RunFolderError if the folder is not a run's."""
     path = RunFolder(folder).status
     if not path.exists():
-        seen = "holds no status.json" if folder.is_dir() else "does not exist"
+        seen = "has no status.json" if folder.is_dir() else "does not exist"
         raise RunFolderError(f"{folder} is not a run: it {seen}. Give the folder that fastcssl-train wrote.")
     try:
         return Status(**json.loads(path.read_bytes()))
     except (ValueError, TypeError, OSError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}). Resuming the run writes it anew.") from None
+        raise RunFolderError(f"{path} cannot be read ({error}). Resuming the run writes it again.") from None
 
 
 def summary(folder: Path, *, now: float | None = None) -> RenderableType:
-    """What `fastcssl-train status RUN` prints."""
+    """Returns the panel that `fastcssl-train status RUN` prints."""
     status = read_status(folder)
     age = max((time.time() if now is None else now) - status.updated, 0)
     style, words = _state(status, age)
@@ -133,7 +137,7 @@ def _facts(folder: Path, status: Status) -> list[tuple[str, str, str]]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """At most 32 bars, each the mean of its part. What is not finite shows as a cross."""
+    """Returns at most 32 bars, each the mean of some consecutive values. A mean that is not finite shows as a cross."""
     count = min(len(values), _MAX_SPARKS)
     edges = [len(values) * at // count for at in range(count + 1)] if count else []
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

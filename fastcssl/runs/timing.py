@@ -1,7 +1,8 @@
-"""How fast a run trains, and where its time went. Clocks that run anyway are read; nothing here waits for a device.
+"""Measures how fast a run trains and where its time goes. It never waits for a device.
 
-`main`: seconds of the thread that trains, which add up to the task's whole time. `loader`: seconds of the loader's
-threads, added up over them, beside the training. "idle" and "transfer" are a GPU's own, by its events.
+`main`: seconds of the training thread by stage, which add up to the task's total time. `loader`: seconds of the
+loader's threads by stage, summed over the threads, which work in parallel with training. `device`: seconds in which a
+GPU was idle ("idle") or copied a batch ("transfer"), measured with its events.
 """
 
 import time
@@ -19,7 +20,7 @@ LOADER = ("read", "decode", "crop", "photometric")
 
 
 class Rates:
-    """Throughput, and the share of the time that the host stood waiting for data. Make one a task."""
+    """The throughput of a task, and the share of the time that the host waited for data. Use one object per task."""
 
     def __init__(self, window: int = 50) -> None:
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=window)
@@ -27,7 +28,7 @@ class Rates:
         self.wait_seconds = self.seconds = 0.0
 
     def step(self, num_images: int, wait_s: float, step_s: float) -> None:
-        """`step_s`: from batch to batch, the wait included. `num_images`: over all ranks."""
+        """Adds a step. `step_s`: seconds from batch to batch, including the wait. `num_images`: over all ranks."""
         self._recent.append((num_images, wait_s, step_s))
         self.num_images += num_images
         self.wait_seconds += wait_s
@@ -35,12 +36,12 @@ class Rates:
 
     @property
     def images_per_s(self) -> float:
-        """Over the last steps."""
+        """Returns the throughput over the last steps."""
         return _ratio(sum(images for images, _, _ in self._recent), sum(step_s for _, _, step_s in self._recent))
 
     @property
     def wait_share(self) -> float:
-        """Over the last steps."""
+        """Returns the share of the time spent waiting for data over the last steps."""
         return _ratio(sum(wait_s for _, wait_s, _ in self._recent), sum(step_s for _, _, step_s in self._recent))
 
     @property
@@ -57,10 +58,10 @@ def _ratio(part: float, whole: float) -> float:
 
 
 class DeviceIdle:
-    """The share of the time that a GPU's stream had nothing to do between two steps, by events. None on a CPU.
+    """The share of the time that a GPU's stream was idle between two steps, measured with events. None on a CPU.
 
-    Nothing here waits for the device: an event is read once it has passed. `begin` belongs after the batch was handed
-    over, so that the stream's wait for the copy counts; what happens inside a step does not.
+    Nothing here waits for the device: an event is read only after it has passed. Call `begin` after the batch was
+    handed over, so that the stream's wait for the copy counts as idle. Gaps inside a step do not count.
     """
 
     def __init__(self, device: "torch.device", window: int = 50) -> None:
@@ -81,13 +82,13 @@ class DeviceIdle:
             self._collect()
 
     def pause(self) -> None:
-        """What comes before the next step (a probe, a checkpoint) is no waiting for data."""
+        """Ignores the time until the next step, such as a probe or a checkpoint, which is not waiting for data."""
         self._end = None
 
     def _recorded(self) -> Any:
         if self._device.type != "cuda":
             return None
-        import torch  # here, since reading a run's status needs none of it
+        import torch  # imported here because reading a run's status does not need it
 
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
@@ -102,7 +103,7 @@ class DeviceIdle:
 
     @property
     def share(self) -> float | None:
-        """Over the last steps that the device has finished."""
+        """Returns the idle share over the last steps that the device has finished, or None if there are none."""
         if not self._recent:
             return None
         return _ratio(sum(idle for idle, _ in self._recent), sum(whole for _, whole in self._recent))
@@ -110,6 +111,8 @@ class DeviceIdle:
 
 @dataclass(slots=True, kw_only=True)
 class StageTimes:
+    """Seconds by stage of the training thread, the loader's threads and the device."""
+
     main: dict[str, float] = field(default_factory=dict)
     loader: dict[str, float] = field(default_factory=dict)
     device: dict[str, float] = field(default_factory=dict)
@@ -127,15 +130,15 @@ class StageTimes:
             self.add(stage, time.perf_counter() - began)
 
     def step(self, step_s: float, parts: Mapping[str, float]) -> None:
-        """What of a step was not spent on one of the parts was the model's."""
+        """Adds the parts of a step. The rest of the step's time counts as the model's."""
         for stage, seconds in parts.items():
             self.add(stage, seconds)
         self.add("model", max(step_s - sum(parts.values()), 0.0))
 
     def follow(self, where: str, counters: Mapping[str, float]) -> None:
-        """Adds what counters that only grow have gained since they were last seen. The first time only looks.
+        """Adds what growing counters have gained since the last call. The first call only notes their values.
 
-        `where`: "loader" or "device". A run that was resumed has new counters and its old sums.
+        `where`: "loader" or "device". A resumed run has new counters, which add to its old sums.
         """
         sums: dict[str, float] = getattr(self, where)
         for name, value in counters.items():
@@ -152,7 +155,7 @@ class StageTimes:
 
 
 def total(times: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of several tasks' states."""
+    """Returns the sums over the states of several tasks."""
     sums: dict[str, dict[str, float]] = {"main": {}, "loader": {}, "device": {}}
     for state in times:
         for where, into in sums.items():

@@ -95,10 +95,10 @@ def test_the_wrong_number_of_views_is_a_sentence() -> None:
 
 def test_a_method_that_contradicts_itself_is_told_so(mine: type[Mine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mine, "num_views", 2)
-    with pytest.raises(UserError, match=r"mine takes exactly 2 .* mine-cifar has 8. Let its num_views and its views"):
+    with pytest.raises(UserError, match=r"mine takes exactly 2 .* mine-cifar has 8. Make its num_views and its views"):
         recipe("demo", "mine", "finetune")
     monkeypatch.setattr(mine, "declared", 0)
-    with pytest.raises(UserError, match=r"The method mine declares no view of cifar images. Let its views\(\) return"):
+    with pytest.raises(UserError, match=r"The method mine declares no views for cifar images. Its views\(\) must"):
         recipe("demo", "mine", "finetune")
 
 

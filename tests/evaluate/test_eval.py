@@ -160,7 +160,7 @@ def test_a_reference_of_another_method_is_none(copied: Trained, capsys: pytest.C
     (made,) = evaluated(
         copied.run, "--probe", "knn", "--metric", "cosine", "--data", copied.data, "--references", copied.alone
     )
-    assert made.reference.ft is None and "is no reference of these runs" in capsys.readouterr().out
+    assert made.reference.ft is None and "is not a reference for these runs" in capsys.readouterr().out
 
 
 def test_per_task_and_domain_scopes(copied: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +197,7 @@ def test_interrupted_and_resumed(copied: Trained, monkeypatch: pytest.MonkeyPatc
     notes: list[str] = []
     monkeypatch.setattr(Scoreboard, "note", lambda _, text: notes.append(text))
     (made,) = evaluated(copied.run, *args)
-    assert notes == ["Going on in epoch 2 of 4."]  # whose only chunk of images was done
+    assert notes == ["Continuing in epoch 2 of 4."]  # whose only chunk of images was done
     assert made.top1 == expected.top1 and made.reference == expected.reference
     assert not list(copied.run.glob("evaluations/.underway"))
 
@@ -221,7 +221,7 @@ def test_two_ranks_evaluate_as_one(copied: Trained) -> None:
 
 def test_an_encoder_file_of_ours(trained: Trained, copied: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     file = copied.run / "encoders" / "task1.safetensors"
-    refused(capsys, file, says="an encoder file does not know its data. Give --data DIR")
+    refused(capsys, file, says="an encoder file does not name its data. Give --data DIR")
     knn = ("--probe", "knn", "--metric", "cosine", "--data", trained.data)
     assert main([str(file), *map(str, knn), *FAST]) == 0
     (made,) = found(file.with_suffix(""))
@@ -255,11 +255,11 @@ class Code:
 def test_pickles_are_refused(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--data", trained.data, "--architecture", "resnet18")
     torch.save({"fc.weight": Code()}, tmp_path / "code.pth")
-    refused(capsys, tmp_path / "code.pth", *args, says="may run any code when opened, and is refused")
+    refused(capsys, tmp_path / "code.pth", *args, says="could run arbitrary code, so it is refused")
     torch.save({"epoch": 3}, tmp_path / "other.pth")
-    refused(capsys, tmp_path / "other.pth", *args, says="something other than a state dict")
+    refused(capsys, tmp_path / "other.pth", *args, says="is not a state dict of tensors by name")
     (tmp_path / "half.pth").write_bytes((tmp_path / "other.pth").read_bytes()[:200])
-    refused(capsys, tmp_path / "half.pth", *args, says="not a file of tensors alone")
+    refused(capsys, tmp_path / "half.pth", *args, says="does not hold only tensors")
     (tmp_path / "no.safetensors").write_bytes(b"nothing")
     refused(capsys, tmp_path / "no.safetensors", "--data", trained.data, says="not a safetensors file")
 
@@ -294,12 +294,12 @@ def test_the_papers_downstream_recipes_see_96_px(copied: Trained) -> None:
 def test_runs_that_cannot_be_evaluated(copied: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, says="Give a run")
     refused(capsys, tmp_path / "nothing", says="neither a run of fastcssl-train")
-    refused(capsys, copied.run, copied.run, says="is there twice")
-    refused(capsys, copied.run, "--references", copied.run, says="no finished run of one task is there")
-    refused(capsys, copied.run, "--lr", "-1", says="give an lr above 0")
+    refused(capsys, copied.run, copied.run, says="is given twice")
+    refused(capsys, copied.run, "--references", copied.run, says="it holds no finished run of a single task")
+    refused(capsys, copied.run, "--lr", "-1", says="Give an lr above 0")
     refused(capsys, copied.run, "--probe", "knn", "--k", "0", says="--k 0: give 1 or more")
     refused(capsys, copied.run, "--size-px", "0", says="--size-px 0: give 1 or more")
-    refused(capsys, copied.run, "--strength", "0", says="give numbers above 0")
+    refused(capsys, copied.run, "--strength", "0", says="give finite numbers above 0")
     refused(capsys, copied.run, "--scope", "none", says="There is nothing to evaluate")
     config = copied.run / "config.json"
     kept = config.read_text()
@@ -310,7 +310,7 @@ def test_runs_that_cannot_be_evaluated(copied: Trained, tmp_path: Path, capsys: 
     config.write_text(kept.replace(json.loads(kept)["manifest_sha256"], "0" * 64))
     refused(capsys, copied.run, says="its manifest has changed")
     config.write_text(kept.replace(str(copied.data), str(tmp_path / "moved")))
-    refused(capsys, copied.run, says="not there any more. Say with --data where it is now")
+    refused(capsys, copied.run, says="no longer exists. Give its new place with --data")
     config.write_text(kept)
     shutil.rmtree(copied.run / "encoders")
     refused(capsys, copied.run, says="has no finished task")

@@ -212,7 +212,7 @@ def test_features_restore_flags_and_leave_statistics() -> None:
     assert [m.training for m in encoder.modules()] == flags and not all(flags)
     after = state_of(encoder)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    with pytest.raises(ValueError, match="one view, but the batch has 2"):
+    with pytest.raises(ValueError, match="one view per image, but the batch has 2"):
         features(encoder, fake_stream(([3, 1], 2), num_samples=2), device=CPU)
     assert [m.training for m in encoder.modules()] == flags  # also after a failure
 

@@ -113,9 +113,9 @@ def test_a_plan_is_read_and_written() -> None:
         ("every", "needs a number of epochs, such as every=2"),
         ("every=two", "needs a number of epochs"),
         ("every=-1", "needs a number of epochs"),
-        ("every=1,off", "'off' stands alone"),
-        ("every=1,every=2", "says twice how often"),
-        ("clean,parity", "says twice which probe"),
+        ("every=1,off", "'off' cannot be combined. Remove it"),
+        ("every=1,every=2", "gives the interval twice. Give it once"),
+        ("clean,parity", "gives the kind of probe twice. Give it once"),
         ("parity=1", "'parity' takes no value"),
     ],
 )

@@ -43,7 +43,7 @@ def test_plain_lines_have_a_rate_and_the_time_left() -> None:
             clock.now += 1
             shown.advance(100)
     first, line = file.getvalue().splitlines()
-    assert first == "linear · all · 5 encoders: 10,000 images to see"
+    assert first == "linear · all · 5 encoders: 10,000 images to process"
     assert line == "linear · all · 5 encoders  30 %  100 images/s  ETA 1 min 10 s"
 
 
@@ -93,7 +93,7 @@ def test_the_table_of_a_run() -> None:
     text = printed(summary([outcome(3.0, was_there=True)]))
     for words in ("runs/pnr · moco pnr · linear · all", "62.50", "S 0.00", "P -25.00", "F 15.00", "evaluated before"):
         assert words in text, words
-    assert "one task alone" in text and "random" in text
+    assert "single task" in text and "random" in text
 
 
 def test_the_table_of_a_grid_names_what_differs() -> None:

@@ -186,7 +186,7 @@ def test_a_real_run_from_training_to_the_page(tmp_path: Path) -> None:
     train_run(tiny(online_probe="every=0"), data, tmp_path / "run")
     found = report_runs([tmp_path / "run"])
     text = seen(checked(found.page))
-    assert "MoCo + PNR · seed 5" in text and "bounded this run" in text and "online linear %" in text
+    assert "MoCo + PNR · seed 5" in text and "Bottleneck: " in text and "online linear %" in text
     assert found.runs[0].machine.loader == "resident"
 
 
@@ -212,7 +212,10 @@ def _damage_middle(run: Path) -> None:
         (lambda run: (run / "status.json").unlink(), ("is not a run",)),
         (lambda run: (run / "metrics.jsonl").unlink(), ("metrics.jsonl does not exist",)),
         (_damage_middle, ("Line 4 of", "is damaged")),
-        (lambda run: _cut(next((run / "evaluations").iterdir())), ("is not valid JSON: half-written", "fastcssl-eval")),
+        (
+            lambda run: _cut(next((run / "evaluations").iterdir())),
+            ("is not valid JSON: it is half-written", "fastcssl-eval"),
+        ),
     ],
     ids=["no folder", "no run", "torn config", "no status", "no metrics", "damaged metrics", "half-written result"],
 )

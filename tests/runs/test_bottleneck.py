@@ -51,7 +51,7 @@ def test_each_stage_is_named_with_a_setting_that_helps(
     assert found.stage == expected
     assert sum(found.shares.values()) == pytest.approx(1)
     assert advice in found.advice
-    assert found.sentence.lower().startswith(NAMES[expected].lower())
+    assert found.sentence.startswith(f"Bottleneck: {NAMES[expected]}")
 
 
 def test_waiting_counts_as_a_whole_before_it_is_split() -> None:
@@ -60,12 +60,12 @@ def test_waiting_counts_as_a_whole_before_it_is_split() -> None:
     assert found is not None and found.stage == "decode"
     assert found.shares == pytest.approx({"model": 0.45, "decode": 0.33, "augmentation": 0.22})
     begin = (
-        "Decoding bounded this run: it waited for data 55 % of its time (decoding 33 %, augmentation 22 %); the model"
+        "Bottleneck: decoding. The run waited for data 55 % of the time (decoding 33 %, augmentation 22 %); the model"
     )
     assert found.sentence.startswith(f"{begin} 45 %. ")
     model = verdict(times({"wait": 1, "model": 9}, {"decode": 6, "crop": 4}), CPU)
     assert model is not None
-    begin = "The model bounded this run: 90 % of its time (decoding 6 %, augmentation 4 %). "
+    begin = "Bottleneck: the model (90 % of the time; decoding 6 %, augmentation 4 %). "
     assert model.sentence.startswith(begin)
 
 

@@ -245,12 +245,12 @@ def test_a_damaged_file_is_passed_over(folder: Path, damage: Any) -> None:
     path.write_bytes(damage(path.read_bytes()))
     found = latest(folder)
     assert found is not None and found.step == 1 and same(found.state, state_of(1))
-    assert len(found.warnings) == 1 and str(path) in found.warnings[0] and "not a whole" in found.warnings[0]
-    says = "bytes, not" if damage is DAMAGES["without its beginning"] else "not a whole"
+    assert len(found.warnings) == 1 and str(path) in found.warnings[0] and "is damaged: " in found.warnings[0]
+    says = "bytes, not" if damage is DAMAGES["without its beginning"] else "is damaged: "
     with pytest.raises(TornError, match=says):
         load(path)
     (folder / "step-00000001.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole.*--resume never"):
+    with pytest.raises(CheckpointError, match=r"All checkpoints in .* are damaged.*--resume never"):
         latest(folder)
 
 
@@ -297,7 +297,7 @@ def test_no_space_at_the_end_of_a_write(folder: Path, call: str, monkeypatch: py
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, state_of(1), wait=True)
     monkeypatch.setattr(os, call, full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*step-00000001\.pt is still whole"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*step-00000001\.pt is still intact"):
         checkpoints.save(2, state_of(2), wait=True)
     assert names(folder) == ["step-00000001.pt"]
 
@@ -305,7 +305,7 @@ def test_no_space_at_the_end_of_a_write(folder: Path, call: str, monkeypatch: py
 def test_a_folder_that_is_gone_is_a_sentence(folder: Path) -> None:
     checkpoints = Checkpoints(folder)
     folder.rmdir()
-    with pytest.raises(CheckpointError, match=r"No such file or directory.*there is no earlier one"):
+    with pytest.raises(CheckpointError, match=r"No such file or directory.*there is no earlier checkpoint"):
         checkpoints.save(1, state_of(1), wait=True)
 
 

@@ -381,7 +381,7 @@ def test_a_damaged_status_is_a_sentence(tmp_path: Path, content: str) -> None:
 
 
 def test_what_is_not_a_run_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"is not a run: it holds no status\.json\. Give the folder"):
+    with pytest.raises(RunFolderError, match=r"is not a run: it has no status\.json\. Give the folder"):
         summary(tmp_path)
     with pytest.raises(RunFolderError, match="does not exist"):
         summary(tmp_path / "missing")

@@ -41,7 +41,7 @@ def test_a_half_written_file(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in (0, 1, len(whole) // 2, len(whole) - 2):
         path.write_bytes(whole[:length])
-        with pytest.raises(ResultError, match="not valid JSON: half-written or damaged"):
+        with pytest.raises(ResultError, match="not valid JSON: it is half-written or damaged"):
             list(evaluations(tmp_path))
 
 
@@ -49,7 +49,7 @@ def test_a_half_written_file(tmp_path: Path) -> None:
 def test_a_foreign_file(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "x.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(ResultError, match="no result of fastcssl-eval"):
+    with pytest.raises(ResultError, match="is not a result that this version of fastcssl-eval can read"):
         load_evaluation(path)
 
 
@@ -58,7 +58,7 @@ def test_a_foreign_file(tmp_path: Path, content: Any) -> None:
     [
         ({"top1": [[0.5, 0.25]]}, "top1 is not a table of 2 checkpoints and 2 columns"),
         ({"top5": [[0.5], [0.2]]}, "top5 is not a table"),
-        ({"top1": [[0.5, 25.0], [0.5, 0.75]]}, "no shares"),
+        ({"top1": [[0.5, 25.0], [0.5, 0.75]]}, "top1 holds numbers outside 0..1"),
         ({"num_val": [4]}, "do not fit"),
         ({"scope": "some"}, "not a scope"),
         ({"probe": "nonsense"}, "not what belongs there"),
@@ -85,5 +85,5 @@ def test_a_missing_key_and_numbers_that_are_none(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(ResultError, match="'seconds' is missing"):
         load_evaluation(path)
-    with pytest.raises(ResultError, match="no shares"):
+    with pytest.raises(ResultError, match=r"holds numbers outside 0\.\.1\."):
         evaluation(top1=[[float("nan"), 0.1], [0.5, 0.75]]).save(tmp_path)

@@ -265,7 +265,7 @@ def test_a_full_disk_spoils_neither_the_run_nor_the_last_checkpoint(
     console, text = _console()
     outcome = run(tiny(run={"checkpoint_minutes": 0.0}), two_tasks, tmp_path / "run", console=console)
     assert outcome.status == "finished"
-    assert "No space left on device" in text.getvalue() and "step-00000002.pt is still whole" in text.getvalue()
+    assert "No space left on device" in text.getvalue() and "step-00000002.pt is still intact" in text.getvalue()
 
 
 def test_a_corrupt_image_is_replaced_and_told_once(tmp_path: Path) -> None:

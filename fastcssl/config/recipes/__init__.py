@@ -1,12 +1,14 @@
-"""Named experiments as data: the values that a run begins with, each with its source.
+"""Named experiments as data: the values that a run starts with, each with its source.
 
-A value is looked up in one table after the other, in the order of authority. `matched` (the default): the paper's
-tables, PNR's scripts, CaSSLe's scripts, for every strategy alike, since PNR's scripts change more than the loss and a
-comparison of strategies must not. `published`: the scripts of a strategy's own authors first, and what their code does
-besides. What no table holds is ours.
+A value is looked up in several tables, and the first table that has it wins. The order depends on the settings:
+- `matched` (the default) asks the paper's tables, then PNR's scripts, then CaSSLe's scripts. The order is the same for
+  every strategy, because PNR's scripts change more than the loss and would make a comparison of strategies unfair.
+- `published` asks the scripts of a strategy's own authors first, and also follows what their code does.
+A value that no table has is our own choice.
 
-To add a recipe: an entry of RECIPES, and rows where its numbers are unlike its family's. To add a method or a strategy:
-rows; without any it starts from its own defaults. Nothing here needs torch until a configuration is built.
+To add a recipe, add an entry to RECIPES, and rows where its numbers differ from those of its family. To add a method or
+a strategy, add rows; without rows it starts from its own defaults. Nothing here needs torch until a configuration is
+built.
 """
 
 import dataclasses
@@ -31,14 +33,14 @@ __all__ = ["ABLATIONS", "COMMAND_LINE", "OURS", "RECIPES", "Data", "Recipe", "Se
 
 
 def _authority(settings: Settings, authors: Authors) -> tuple[RowTable, ...]:
-    """Returns the tables in the order in which they are asked."""
+    """Returns the tables in the order in which a value is looked up."""
     if settings == "matched":
         return OWN, PAPER, PNR, CASSLE
     return (OWN, PNR, PAPER, CASSLE) if authors == "pnr" else (OWN, CASSLE, PAPER)
 
 
-# What no author trained takes the numbers of something near. SupCon is SimCLR with labels; the paper puts ImageNet-1k
-# down as "the same hyper-parameters" as ImageNet-100, for the two methods that it trains there.
+# Combinations that no author trained borrow the numbers of a similar one. SupCon is SimCLR with labels. For ImageNet-1k
+# the paper states "the same hyper-parameters" as ImageNet-100, for the two methods that it trains there.
 _LIKE_METHOD = {"supcon": ("simclr", "SimCLR")}
 _LIKE_DATA = {"imagenet100": "ImageNet-100"}
 _ON_IMAGENET_1K = ("moco", "byol")
@@ -56,7 +58,7 @@ class Recipe:
     settings: Settings = "matched"
 
     def changed(self, values: Mapping[str, Any]) -> "Recipe":
-        """Returns it with other values, by dotted keys as the command line has them: {"epochs": 1, "optim.lr": 0.3}."""
+        """Returns the recipe with other values, by dotted key as in the flags: {"epochs": 1, "optim.lr": 0.3}."""
         known = dict(flat(self.config))
         tree: dict[str, Any] = {}
         for key, value in values.items():
@@ -66,7 +68,7 @@ class Recipe:
         return self.changed_to(_filled(self.config, tree))
 
     def changed_to(self, config: "Config") -> "Recipe":
-        """Returns it with another configuration; what differs counts as said on the command line."""
+        """Returns the recipe with another configuration; values that differ count as given on the command line."""
         before, after = dict(flat(self.config)), dict(flat(config))
         sources = {
             key: self.sources.get(key, OURS) if key in before and before[key] == value else COMMAND_LINE
@@ -76,9 +78,13 @@ class Recipe:
 
 
 def recipe(name: str, method: str, strategy: str, *, settings: Settings = "matched") -> Recipe:
-    """Returns a recipe by its three words. `settings`: "matched" is alike for all strategies, "published" is not."""
+    """Returns the recipe for three words.
+
+    `settings`: "matched" uses the same values for all strategies of a method, "published" those of each strategy's
+    authors.
+    """
     from fastcssl.config.config import Config, ExpectConfig, ViewsConfig
-    from fastcssl.learn import methods, strategies  # here, as they need torch and a list of recipes does not
+    from fastcssl.learn import methods, strategies  # imported here because a list of recipes does not need torch
     from fastcssl.learn.encoders import EncoderConfig
     from fastcssl.learn.optim import OptimConfig
 
@@ -102,7 +108,7 @@ def recipe(name: str, method: str, strategy: str, *, settings: Settings = "match
 
 
 def settled(name: str, method: str, strategy: str, settings: Settings) -> dict[str, tuple[Any, str]]:
-    """Returns, by dotted key, the value and its source, as far as a table has one. Needs no torch."""
+    """Returns, by dotted key, each value that a table has, with its source. Does not need torch."""
     data = RECIPES[name]
     authors = authors_of(strategy, settings)
     where = {
@@ -124,7 +130,7 @@ def settled(name: str, method: str, strategy: str, settings: Settings) -> dict[s
     values = {"views.policy": _views(method, authors, data.family)}
     tables = _authority(settings, authors)
     for row in _rows(tables, where):
-        # A row that names the recipe is about it; any other is about the data that it is like.
+        # A row that names the recipe describes it. Any other row describes the data that this data borrows from.
         source = _borrowed(row.source, data, method) if data.like and not row.recipe else row.source
         for key, value in row.values.items():
             values.setdefault(key, (value, source))
@@ -141,7 +147,7 @@ def settled(name: str, method: str, strategy: str, settings: Settings) -> dict[s
 
 
 def authors_of(strategy: str, settings: Settings) -> Authors:
-    """Returns whose way of training is followed."""
+    """Returns the authors whose way of training a strategy follows under these settings."""
     return "pnr" if settings == "matched" or strategy == "pnr" else "cassle"
 
 
@@ -150,7 +156,7 @@ def _rows(tables: tuple[RowTable, ...], where: Mapping[str, str]) -> Iterator[Ro
 
 
 def _borrowed(source: str, data: Data, method: str) -> str:
-    """Returns how to name a source that is about the data that this data is like."""
+    """Returns the name of a source whose numbers this data borrows from the data it is like."""
     if source.startswith(OURS):
         return source
     title = _LIKE_DATA[data.like]
@@ -158,7 +164,7 @@ def _borrowed(source: str, data: Data, method: str) -> str:
 
 
 def _views(method: str, authors: Authors, family: Family) -> tuple[str, str]:
-    """Returns the name of a policy and its source: the authors', or the one that the method declares itself."""
+    """Returns the name of a policy and its source: the authors' policy, or the one that the method itself declares."""
     name = f"{authors}-{method}-{family}"
     if name not in NAMED:
         return f"{method}-{family}", OURS
@@ -166,7 +172,7 @@ def _views(method: str, authors: Authors, family: Family) -> tuple[str, str]:
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every value of nested configurations with its dotted key."""
+    """Yields the dotted key and the value of every setting of nested configurations."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -183,7 +189,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _filled(config: Any, values: Mapping[str, Any]) -> Any:
-    """Returns the configuration with these values put in at once, so that only the result is checked."""
+    """Returns the configuration with all these values replaced in one step, so that only the result is checked."""
     return dataclasses.replace(
         config,
         **{k: _filled(getattr(config, k), v) if isinstance(v, dict) else v for k, v in values.items()},

@@ -1,4 +1,4 @@
-"""The experiments by name: what each trains on, and what the paper takes away from one to see what it was for."""
+"""The experiments by name: the data that each trains on, and the ablations of the paper."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from fastcssl.data.views import Family
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """What a recipe trains on."""
+    """The data that a recipe trains on."""
 
     about: str
-    source: str  # as fastcssl-prep names it
+    source: str  # its name in fastcssl-prep
     scenario: str
     num_tasks: int
     family: Family  # decides the stem, the size and the views
-    like: str = ""  # the data whose numbers it takes, where it has none of its own
+    like: str = ""  # the data whose numbers it borrows where it has none of its own
 
 
 def _split(source: str, title: str, family: Family, about: dict[str, str], like: str = "") -> dict[str, Data]:
-    """Returns recipes by name; of {"class5": "20 classes"}, the one with 5 tasks of 20 classes."""
+    """Returns recipes by name. {"class5": "20 classes"} in `about` gives one with 5 tasks of 20 classes."""
     name = "imagenet1k" if source == "imagenet" else source
     found = {}
     for words, each in about.items():
@@ -40,7 +40,7 @@ _BY_DATA = {"data5": "a fifth of the images", "data10": "a tenth of the images"}
 
 RECIPES: dict[str, Data] = {
     "demo": Data(
-        about="the embedded pictures, 3 tasks of 10 classes: minutes on two cores",
+        about="generated images, 3 tasks of 10 classes: takes minutes on two cores",
         source="synthetic",
         scenario="class",
         num_tasks=3,
@@ -61,21 +61,23 @@ RECIPES: dict[str, Data] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablation:
+    """An ablation of the paper: one flag, and the values that the paper gives it."""
+
     about: str
     method: str
     strategy: str
     flag: str
-    values: tuple[str, ...]  # that the paper tries
+    values: tuple[str, ...]
 
     @property
     def shown(self) -> str:
-        """Returns the flag, its values and what they take away, in a line."""
+        """Returns one line with the flag, its values and what they change."""
         return f"{self.flag} {'|'.join(self.values)} ({self.method} {self.strategy}): {self.about}"
 
 
 _BANK = "--method.bank.size"
 
-# Tables 5 and 7 of the paper. Any recipe takes them, one flag each.
+# Tables 5 and 7 of the paper. Each is one flag, which any recipe accepts.
 ABLATIONS: dict[str, Ablation] = {
     "no PN1": Ablation(
         about="no frozen negatives in the plasticity term",
@@ -99,7 +101,7 @@ ABLATIONS: dict[str, Ablation] = {
         values=("131072",),
     ),
     "queue size": Ablation(
-        about="of both models' keys",
+        about="number of keys in each of the two models' queues",
         method="moco",
         strategy="pnr",
         flag=_BANK,

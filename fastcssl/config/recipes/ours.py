@@ -1,4 +1,4 @@
-"""What no script has: the demo's numbers, what we take from near by, and the paper's encoder for ImageNet-1k."""
+"""Values that no script has: the demo's, those borrowed from similar data, and the paper's encoder on ImageNet-1k."""
 
 from fastcssl.config.recipes.rows import OURS, TEXT, WEIGHTS, Row, RowTable, row
 
@@ -20,11 +20,11 @@ OWN: RowTable = (
             "epochs": 12,
             "batch_size": 64,
             "encoder.name": "resnet18-w16",
-            "encoder.stem": "imagenet",  # sixteen times quicker than the stem for small images
+            "encoder.stem": "imagenet",  # sixteen times faster than the stem for small images
             "method.hidden": 256,
             "method.dim": 64,
-            "views.min_scale": 0.4,  # a scene is one shape; less of it is background
-            "optim.name": "adamw",  # learns in hundreds of steps, where LARS wants tens of thousands
+            "views.min_scale": 0.4,  # a scene is one shape, and a smaller crop would show only background
+            "optim.name": "adamw",  # learns in hundreds of steps, where LARS needs tens of thousands
             "optim.lr": 0.008,
             "optim.weight_decay": 0.01,
             "optim.warmup_epochs": 2,
@@ -33,15 +33,15 @@ OWN: RowTable = (
         },
         recipe="demo",
     ),
-    # The oldest key is 8 steps old and the slow network follows in 250. If it followed within the age of the keys,
-    # queries would learn to tell new keys from old ones, not images from each other, and all would collapse.
+    # The oldest key is 8 steps old, and the slow network takes 250 steps to follow. If it followed within the age of
+    # the keys, queries would learn to tell new keys from old ones instead of one image from another, and collapse.
     row(OURS, {"method.bank.size": 512}, recipe="demo", method="moco"),
     row(OURS, {"method.ema_base": 0.996, "method.ema_final": 0.999}, recipe="demo", method="moco"),
     row(OURS, {"method.predictor_hidden": 256}, recipe="demo", method="byol"),
     *_weights("CIFAR-100", 1.0, 0.5, 23.0, recipe="demo"),
-    # The paper cuts only ImageNet-100 at random.
+    # The paper splits only ImageNet-100 at random.
     *_weights("ImageNet-100", 0.1, 0.1, 5.0, data="cifar100", scenario="data"),
-    # CaSSLe's paper has numbers for the other strategies, but neither definitions nor code: they have our defaults.
+    # CaSSLe's paper has numbers for the other strategies, but neither definitions nor code, so they use our defaults.
     # LUMP's own authors train on CIFAR-100; DER keeps as many samples there.
     row("LUMP script", {"strategy.alpha": 0.4, "strategy.budget": 256}, strategy="lump", data="cifar100"),
     row(f"{OURS}, as LUMP", {"strategy.budget": 256}, strategy="der", data="cifar100"),

@@ -3,7 +3,7 @@
 from fastcssl.config.recipes.rows import TRAINING, WEIGHTS, RowTable, row
 
 PAPER: RowTable = (
-    # Its batch of 128 on ImageNet-100 and DomainNet is one GPU's of two; see the scripts.
+    # Its batch of 128 on ImageNet-100 and DomainNet is per GPU, and there are two; see the scripts.
     row(TRAINING, {"epochs": 500, "batch_size": 256}, family="cifar"),
     row(TRAINING, {"epochs": 400}, data="imagenet100"),
     row(TRAINING, {"epochs": 200}, data="domainnet"),
@@ -14,13 +14,13 @@ PAPER: RowTable = (
     row(TRAINING, {"optim.weight_decay": 1e-4, "method.hidden": 2048}, method="moco simclr barlow"),
     row(TRAINING, {"method.temperature": 0.2}, method="moco simclr"),
     row(TRAINING, {"method.bank.size": 65536}, method="moco"),
-    # It gives BYOL's projector on large images the predictor's 8192. Both scripts have 4096, and so have we.
+    # On large images the paper gives BYOL's projector the predictor's width, 8192. Both scripts use 4096, and so do we.
     row(TRAINING, {"optim.lr": 1.0, "method.predictor_hidden": 4096}, method="byol", family="cifar"),
     row(TRAINING, {"method.hidden": 4096}, method="byol", family="cifar"),
     row(TRAINING, {"optim.lr": 0.6, "method.predictor_hidden": 8192}, method="byol", family="imagenet"),
     row(TRAINING, {"optim.weight_decay": 1e-5}, method="byol"),
     row(TRAINING, {"strategy.temperature": 0.2}, method="moco simclr", strategy="pnr"),
-    # lambda. VICReg's is of raw squared distances, which is what its `repel` returns.
+    # The paper's lambda. VICReg's weighs raw squared distances, which is what its `repel` returns.
     row(WEIGHTS, {"strategy.weight": 1.0}, method="barlow", strategy="pnr", data="cifar100", scenario="class"),
     row(WEIGHTS, {"strategy.weight": 0.5}, method="byol", strategy="pnr", recipe="cifar100-class5"),
     row(WEIGHTS, {"strategy.weight": 0.7}, method="byol", strategy="pnr", recipe="cifar100-class10"),

@@ -1,4 +1,4 @@
-"""What a table of numbers is made of, and the names of the sources."""
+"""The rows that tables of numbers consist of, and the names of their sources."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +16,15 @@ CODE: dict[Authors, str] = {"cassle": "CaSSLe code", "pnr": "PNR code"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Values of one source by dotted key, and where they hold: everywhere, but for what is named (words by spaces)."""
+    """Values from one source, by dotted key, and the runs they apply to.
+
+    Each field after `values` restricts the row to the words it lists, separated by spaces; "" does not restrict it.
+    """
 
     source: str
     values: Mapping[str, Any]
     recipe: str = ""
-    data: str = ""  # as fastcssl-prep names it
+    data: str = ""  # its name in fastcssl-prep
     scenario: str = ""
     family: str = ""
     method: str = ""
@@ -30,7 +33,7 @@ class Row:
     settings: str = ""
 
     def holds(self, where: Mapping[str, str]) -> bool:
-        """Returns whether the values hold for this recipe, data, method and so on."""
+        """Returns whether the values apply to this recipe, data, method and so on."""
         return all(not getattr(self, key) or word in getattr(self, key).split() for key, word in where.items())
 
 

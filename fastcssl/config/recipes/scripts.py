@@ -1,8 +1,8 @@
-"""The numbers of the released scripts, and what their code does besides: CaSSLe's, and PNR's, which grew from it."""
+"""The numbers in the released scripts and code of CaSSLe and of PNR, which grew out of CaSSLe."""
 
 from fastcssl.config.recipes.rows import CODE, SCRIPT, Authors, RowTable, row
 
-# ---- What both share -------------------------------------------------------------------------------------------------
+# ---- Shared by both --------------------------------------------------------------------------------------------------
 
 
 def _shared(authors: Authors) -> RowTable:
@@ -32,8 +32,8 @@ def _shared(authors: Authors) -> RowTable:
         row(script, {"optim.lr": 1.0}, method="byol", family="cifar"),
         row(script, {"optim.lr": 0.6}, method="byol", family="imagenet"),
         row(code, {"method.bank.initial": "random"}, method="moco", settings="published"),
-        # Several GPUs do not share negatives or statistics, but Barlow's correlations, whose gradient is not shared.
-        # CIFAR's one GPU has the whole batch.
+        # With several GPUs, the references share neither negatives nor statistics, except for Barlow's correlations,
+        # whose gradient they do not share. On CIFAR they use one GPU, which has the whole batch.
         row(
             code,
             {"scope": "global", "method.gradient": "reference"},
@@ -84,11 +84,11 @@ PNR: RowTable = (
     row(_OF_PNR, {"method.dim": 128}, method="simclr"),
     row(_OF_PNR, {"probe_lr": 0.1}, method="simclr", family="cifar"),
     row(_OF_PNR, {"strategy.temperature": 0.2}, method="moco simclr", strategy="pnr"),
-    # VICReg's 25 is in its `align` already.
+    # VICReg's factor of 25 is already part of its `align`.
     row(_OF_PNR, {"strategy.align_weight": 1.0}, method="barlow byol vicreg", strategy="pnr"),
     row(CODE["pnr"], {"strategy.form": "code", "strategy.pn1": True, "strategy.pn2": True}, strategy="pnr"),
     row(CODE["pnr"], {"strategy.frozen": "eval"}, strategy="pnr", family="imagenet", settings="published"),
-    # Validation after the first epoch puts its frozen network into train mode.
+    # PNR's validation after the first epoch puts the frozen network into train mode.
     row(CODE["pnr"], {"strategy.frozen": "batch"}, strategy="pnr", family="cifar", settings="published"),
 )
 
@@ -98,7 +98,7 @@ _OF_CASSLE = SCRIPT["cassle"]
 CASSLE: RowTable = (
     *_shared("cassle"),
     row(_OF_CASSLE, {**_LARS, "optim.exclude_bias_and_norm": True}, method="simclr barlow byol vicreg"),
-    # One script of BYOL's has 256 a GPU, which would quadruple the learning rate.
+    # One of BYOL's scripts has 256 per GPU, which would quadruple the learning rate.
     row(f"{_OF_CASSLE}, 4 x 64", {"batch_size": 256}, data="domainnet"),
     row(_OF_CASSLE, {"optim.lr": 0.4}, method="simclr"),
     row(_OF_CASSLE, {"optim.lr": 0.3}, method="barlow", family="cifar"),
@@ -109,7 +109,7 @@ CASSLE: RowTable = (
     row(_OF_CASSLE, {"optim.lr": 0.4, "optim.weight_decay": 1e-4}, method="moco", family="imagenet"),
     # There is no script for MoCo on CIFAR.
     row(f"{_OF_CASSLE} of ImageNet-100", {**_MOCO, **_SGD}, method="moco", family="cifar"),
-    # There is one for SupCon, on large images. Where PNR's way is followed, it is SimCLR's that counts.
+    # There is one script for SupCon, on large images. Where PNR's way of training is followed, SimCLR's values apply.
     row(
         _OF_CASSLE,
         {"optim.lr": 0.4, "optim.weight_decay": 1e-4, "method.dim": 128, **_LARS, "optim.exclude_bias_and_norm": True},
@@ -121,6 +121,6 @@ CASSLE: RowTable = (
     row(_OF_CASSLE, {"probe_lr": 0.1}, method="simclr barlow byol", family="cifar"),
     row(_OF_CASSLE, {"probe_lr": 0.1}, method="byol", family="imagenet"),
     row(_OF_CASSLE, {"probe_lr": 0.3}, method="barlow", family="imagenet"),
-    row(_OF_CASSLE, {"strategy.weight": 1.0}, strategy="cassle"),  # VICReg's 25 is in its `align` already
+    row(_OF_CASSLE, {"strategy.weight": 1.0}, strategy="cassle"),  # VICReg's 25 is already part of its `align`
     row(CODE["cassle"], {"strategy.frozen": "batch"}, strategy="cassle", settings="published"),
 )

@@ -1,8 +1,8 @@
-"""What classifiers make of frozen encoders: one file a probe.
+"""Classifiers on frozen encoders, with one module per probe.
 
-A probe is `run(contenders, bench)`: it takes any number of encoders, each with any number of settings, decodes every
-image once for all of them, and returns what each (encoder, setting) got right. None looks at another: an encoder that
-is probed alone gets the same numbers, bit for bit on one CPU.
+A probe is `run(contenders, bench)`. It takes any number of encoders, each with any number of settings, decodes every
+image once for all of them, and returns how many images each (encoder, setting) classified correctly. They do not affect
+each other: an encoder that is probed alone gets the same numbers, bit for bit on one CPU.
 
 N: training rows, M: validation rows, F: feature width, C: classes, B: rows of a batch, I: columns of the table.
 """
@@ -24,14 +24,15 @@ from fastcssl.distributed.world import World
 from fastcssl.evaluate.features import Features, features_of, finite
 from fastcssl.evaluate.scopes import Plan
 
-CHUNK = 256  # images that an encoder takes at once, whatever batches its classifiers take: so no grid changes a feature
+# Images per forward pass of an encoder, independent of the classifiers' batch sizes, so that no grid changes a feature.
+CHUNK = 256
 
 ProbeSettings = TypeVar("ProbeSettings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProbedEncoder(Generic[ProbeSettings]):
-    """An encoder, and the settings under which a classifier each is trained on it."""
+    """An encoder, and the settings of the classifiers to train on it, one classifier per setting."""
 
     encoder: nn.Module
     settings: tuple[ProbeSettings, ...]
@@ -39,7 +40,7 @@ class ProbedEncoder(Generic[ProbeSettings]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeViews:
-    """How images are seen: by a classifier that is trained on them, and by one that is judged."""
+    """The views on which classifiers are trained and those on which they are validated."""
 
     train: Policy
     val: Policy
@@ -47,7 +48,7 @@ class ProbeViews:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hits:
-    """Of one classifier, or of those of all groups together: a number for each column."""
+    """The number of correct predictions in each column, of one classifier or of those of all groups together."""
 
     top1: tuple[int, ...]
     top5: tuple[int, ...]
@@ -55,7 +56,7 @@ class Hits:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Bench:
-    """What probes work with."""
+    """The data, the views and the machine that probes work with."""
 
     data: Prepared
     plan: Plan
@@ -66,12 +67,13 @@ class Bench:
     loader: str = "auto"
     num_threads: int | None = None
     seed: int = 0
-    spill: Path | None = None  # for features that do not fit in memory
+    spill: Path | None = None  # folder for large features, which are memory-mapped
     on_images: Callable[[int], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
 
     def open_loader(self, split: SplitName, policy: Policy) -> Loader:
-        size, chunk = self.world.size, min(CHUNK, self.num_images(split))  # padding would be computed for nothing
+        """Returns a loader whose batches are chunks of the split's images."""
+        size, chunk = self.world.size, min(CHUNK, self.num_images(split))  # a larger chunk would be mostly padding
         config = LoaderConfig(
             policy=policy,
             batch_size=-(-chunk // size) * size,
@@ -85,6 +87,7 @@ class Bench:
         return Loader(self.data, config, self.world)
 
     def selection(self, split: SplitName, order: Order) -> Selection:
+        """Returns the samples of a split that the plan uses."""
         tasks = tuple(range(len(self.data.manifest.tasks)))
         if split == "train":
             return Selection(tasks=tasks, ids=self.plan.train_ids, order=order)
@@ -94,7 +97,7 @@ class Bench:
     def features(
         self, encoders: Sequence[nn.Module], split: SplitName, *, mine: Callable[[int], bool] = lambda _: True
     ) -> list[Features | None]:
-        """As validation sees images."""
+        """Returns the features of a split under the validation view. Those of encoders that are not `mine` are None."""
         with self.open_loader(split, self.views.val) as loader:
             found = features_of(
                 encoders,
@@ -110,7 +113,7 @@ class Bench:
         for item in found:
             whole, num_bad = finite(item) if item is not None else (None, 0)
             if num_bad:
-                self.notes.append(f"{num_bad} features of {split} images were not finite, and are zeros now.")
+                self.notes.append(f"The features of {num_bad} {split} images were not finite and count as zeros.")
             checked.append(whole)
         return checked
 
@@ -119,13 +122,13 @@ class Bench:
 
 
 def rows_of(found: Features, ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Features:
-    """Returns the rows of these ids, without a copy when it is all of them."""
+    """Returns the rows of these ids, without a copy if these are all rows."""
     mine_N = torch.from_numpy(np.isin(found.id_N.cpu().numpy(), ids)).to(found.h_NF.device)
     return found if bool(mine_N.all()) else found[mine_N]
 
 
 def hits(plan: Plan, val: Features, guess: Callable[[int, Features], Tensor]) -> Hits:
-    """Counts what is right. `guess`: from a group's number and validation rows to labels [M, 5], -1 for none."""
+    """Counts the correct guesses. `guess` maps a group's number and validation rows to labels [M, 5], -1 for none."""
     top1, top5 = [0] * len(plan.columns), [0] * len(plan.columns)
     for number, group in enumerate(plan.groups):
         rows = rows_of(val, np.concatenate([plan.columns[i].val_ids for i in group.columns]))
@@ -140,7 +143,10 @@ def hits(plan: Plan, val: Features, guess: Callable[[int, Features], Tensor]) ->
 def on_all_ranks(
     found: dict[tuple[int, int], Hits], shape: Sequence[int], num_columns: int, world: World
 ) -> list[list[Hits]]:
-    """Returns, by encoder and setting, what one rank has, on all of them. `shape`: settings of each encoder."""
+    """Returns the hits by encoder and setting on every rank, where before each was known to one rank.
+
+    `shape`: the number of settings of each encoder.
+    """
     table = torch.zeros(sum(shape), 2, num_columns, dtype=torch.float64)
     places = [(e, s) for e, count in enumerate(shape) for s in range(count)]
     for row, place in enumerate(places):
@@ -158,9 +164,10 @@ def from_features(
     bench: Bench,
     guess: Callable[[Features, Features, ProbeSettings], Tensor],
 ) -> list[list[Hits]]:
-    """Makes one pass over the validation and one over the training images; the ranks share the encoders.
+    """Embeds the validation and the training images once each, and returns the hits by encoder and setting.
 
-    `guess`: from training rows, validation rows and settings to labels [M, 5], -1 for none.
+    The ranks divide the encoders among them. `guess` maps training rows, validation rows and settings to labels [M, 5],
+    -1 for none.
     """
 
     def mine(e: int) -> bool:

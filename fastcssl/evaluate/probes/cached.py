@@ -1,9 +1,10 @@
-"""A linear classifier of cached features: logistic regression, solved to the end.
+"""A linear classifier on cached features: logistic regression, solved to convergence.
 
-Orders of magnitude faster than SGD on augmented images, since the encoder sees each image once; benchmarks/evaluate.py
-measures how far apart the two lie.
+It is orders of magnitude faster than SGD on augmented images, because the encoder sees each image once.
+benchmarks/evaluate.py measures how far the two differ.
 
-In full float32 and the same on every call. N: training rows, M: validation rows, F: feature width, C: classes.
+It computes in full float32 and returns the same result on every call. N: training rows, M: validation rows, F: feature
+width, C: classes.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,12 @@ from fastcssl.evaluate.features import Features, check, full_float32
 from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, from_features
 
 _VAL_CHUNK = 1024
-_MAX_ELEMENTS = 1 << 24  # of a temporary
+_MAX_ELEMENTS = 1 << 24  # largest size of a temporary tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinearHead:
-    """A classifier of raw features: the standardisation it was fitted on is part of it. C: the classes it met."""
+    """A classifier of raw features, with the standardisation of its fit included. C: the classes it was fitted to."""
 
     weight_CF: Tensor
     bias_C: Tensor
@@ -30,16 +31,16 @@ class LinearHead:
     loss: float  # mean cross-entropy of the training rows + penalty
 
     def predict(self, found: Features) -> Tensor:
-        """Returns the most likely label of every row, int64 on the features' device."""
+        """Returns the most likely label of each row, as int64 on the features' device."""
         return self.guess(found)[:, 0]
 
     def guess(self, found: Features) -> Tensor:
-        """Returns the five most likely labels of every row, the likeliest first, -1 where there are fewer classes."""
+        """Returns the five most likely labels of each row, most likely first, and -1 if there are fewer classes."""
         return guesses(self.weight_CF, self.bias_C, self.label_C, found)
 
 
 def guesses(weight_CF: Tensor, bias_C: Tensor, label_C: Tensor, found: Features) -> Tensor:
-    """Returns what a linear layer takes each row for: labels [M, 5] on its device. Of equals the lower class wins."""
+    """Returns the five most likely labels [M, 5] of each row by a linear layer. The lower class wins a tie."""
     weight_FC, home = weight_CF.T, found.h_NF.device
     num_guesses = min(5, len(label_C))
     with torch.no_grad(), full_float32():
@@ -54,10 +55,10 @@ def guesses(weight_CF: Tensor, bias_C: Tensor, label_C: Tensor, found: Features)
 def fit_linear(
     train: Features, *, strength: float = 1.0, max_iterations: int = 100, device: torch.device | str | None = None
 ) -> LinearHead:
-    """Fits multinomial logistic regression to standardised features: full-batch L-BFGS from zero, nothing random.
+    """Fits multinomial logistic regression to standardised features by full-batch L-BFGS, starting from zero.
 
-    Minimises mean cross-entropy + |W|^2 / (2 strength N), the objective of scikit-learn's LogisticRegression with
-    C = strength. The standardised features must fit on the device.
+    It minimises mean cross-entropy + |W|^2 / (2 strength N), the objective of scikit-learn's LogisticRegression with
+    C = strength. Nothing in it is random. The standardised features must fit on the device.
     """
     check("train", train)
     device = torch.device(train.h_NF.device if device is None else device)
@@ -87,7 +88,7 @@ def fit_linear(
 
 
 class _Objective:
-    """Value and gradient of the penalised cross-entropy, in chunks: the logits of all rows are never held."""
+    """Computes the penalised cross-entropy and its gradient in chunks, without holding the logits of all rows."""
 
     def __init__(self, x_NF: Tensor, class_N: Tensor, num_classes: int, decay: float) -> None:
         self._x_NF, self._class_N, self._decay = x_NF, class_N, decay
@@ -112,7 +113,7 @@ class _Objective:
 
 
 def _moments(h_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and 1 / standard deviation of each feature, summed in float64; a constant one is not scaled."""
+    """Returns the mean and 1 / standard deviation of each feature, summed in float64; 1 for a constant feature."""
     parts = torch.split(h_NF, max(1, _MAX_ELEMENTS // h_NF.shape[1]))
     mean_F = torch.stack([part.sum(dim=0, dtype=torch.float64) for part in parts]).sum(dim=0) / len(h_NF)
     variance_F = torch.stack([(part - mean_F).square().sum(dim=0) for part in parts]).sum(dim=0) / len(h_NF)
@@ -126,11 +127,15 @@ def _moments(h_NF: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedSettings:
+    """The settings of a classifier on cached features."""
+
     strength: float = 1.0  # scikit-learn's C
     max_iterations: int = 100
 
 
 def run(contenders: Sequence[ProbedEncoder[CachedSettings]], bench: Bench) -> list[list[Hits]]:
+    """Fits all classifiers and returns their hits, [encoder][setting]."""
+
     def guess(train: Features, rows: Features, settings: CachedSettings) -> Tensor:
         return fit_linear(train, device=bench.device, **asdict(settings)).guess(rows)
 

@@ -1,7 +1,7 @@
-"""k nearest neighbours of cached features, weighted, streamed in chunks: neither set need fit on the device.
+"""Weighted k nearest neighbours on cached features. The training rows stream through the device in chunks.
 
-All of it is in full float32 and the same on every call. N: training rows, M: validation rows, F: feature width, C:
-classes, k: neighbours.
+It computes in full float32 and returns the same result on every call. N: training rows, M: validation rows, F: feature
+width, C: classes, k: neighbours.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,16 @@ from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, from_features
 KnnMetric = Literal["cosine", "euclidean"]
 
 _TRAIN_CHUNK, _VAL_CHUNK = 8192, 1024  # rows: 32 MB of scores and 64 MB of keys at a time
-_MAX_ELEMENTS = 1 << 24  # of any other temporary
+_MAX_ELEMENTS = 1 << 24  # largest size of any other temporary tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KnnResult:
+    """The accuracies and guesses of k-NN."""
+
     top1: float
     top5: float
-    guess_M5: Tensor  # labels, the heaviest first, -1 where fewer got a vote; on the features' device
+    guess_M5: Tensor  # labels by falling weight, -1 if fewer classes got a vote; on the features' device
 
     @property
     def predictions(self) -> Tensor:
@@ -44,11 +46,12 @@ def knn(
     train_chunk: int = _TRAIN_CHUNK,
     val_chunk: int = _VAL_CHUNK,
 ) -> KnnResult:
-    """Returns guesses: each validation row takes the class for which its k nearest training rows weigh most.
+    """Returns the guesses for each validation row: the classes with the largest weight among its k nearest rows.
 
     The weight of a neighbour is exp(s / temperature) for cosine similarity s, 1 / (d + 1e-5) for Euclidean distance d.
-    Of equally near rows the lower index is nearer; of equally weighted classes the lower label wins. A class that got
-    no vote is no guess, also when that leaves fewer than five. `device`: where to compute, the features' own if None.
+    Among equally near rows, the lower index counts as nearer; among equally weighted classes, the lower label wins. A
+    class without a vote is never guessed, even if that leaves fewer than five guesses. `device`: where to compute; None
+    means the device of the features.
     """
     if metric not in get_args(KnnMetric):
         raise ValueError(f"'{metric}' is not a metric of k-NN. Use {' or '.join(get_args(KnnMetric))}.")
@@ -83,7 +86,7 @@ def knn(
 
 
 def _nearest(train_NF: Tensor, val_MF: Tensor, k: int, metric: KnnMetric, train_chunk: int, val_chunk: int) -> Tensor:
-    """Indices [M, k] of the nearest training rows, nearest first. One pass over the training rows."""
+    """Returns the indices [M, k] of the nearest training rows, nearest first, in one pass over the training rows."""
     device = val_MF.device
     best_Mk = torch.full((len(val_MF), k), torch.iinfo(torch.int64).min, device=device)
     for begin in range(0, len(train_NF), train_chunk):
@@ -92,7 +95,7 @@ def _nearest(train_NF: Tensor, val_MF: Tensor, k: int, metric: KnnMetric, train_
         if metric == "cosine":
             train_CF = F.normalize(train_CF, dim=1)
             bias_C = torch.zeros(len(train_CF), device=device)
-        else:  # d^2 = |v|^2 + |t|^2 - 2 v.t, of which |v|^2 is the same along a row
+        else:  # d^2 = |v|^2 + |t|^2 - 2 v.t, where |v|^2 is the same along a row
             bias_C = train_CF.square().sum(dim=1).mul_(-0.5)
         for at in range(0, len(val_MF), val_chunk):
             score_BC = torch.addmm(bias_C, val_MF[at : at + val_chunk], train_CF.T)
@@ -106,26 +109,31 @@ _LOW_BITS = (1 << 32) - 1
 
 
 def _keys(score_BC: Tensor, index_C: Tensor) -> Tensor:
-    """Score and index as one int64 that sorts by falling score, then by rising index. No two are equal, so that topk,
-    which may take any of several equal values, has no choice."""
+    """Returns score and index as one int64, which sorts by falling score and then by rising index.
+
+    All keys differ. This makes topk deterministic, which may return any of several equal values.
+    """
     bits = score_BC.add_(0.0).view(torch.int32)  # adding turns -0.0 into 0.0
     bits.bitwise_xor_((bits >> 31) & 0x7FFFFFFF)  # the order of floats becomes that of integers
     return bits.long().bitwise_left_shift_(32).bitwise_or_(_LOW_BITS - index_C)
 
 
 def _weights(val_BF: Tensor, near_BkF: Tensor, metric: KnnMetric, temperature: float) -> Tensor:
-    """Weighs by the differences themselves: what the matrix product lost to cancellation would show in 1 / d."""
+    """Returns the weights of the neighbours, computed from the differences.
+
+    The matrix product of `_nearest` loses precision by cancellation, which would show in 1 / d.
+    """
     if metric == "euclidean":
         return 1 / ((val_BF[:, None] - near_BkF).square().sum(dim=2).sqrt() + 1e-5)
     similarity_Bk = (val_BF[:, None] * F.normalize(near_BkF, dim=2)).sum(dim=2)
-    # Relative to the nearest, which changes no vote and cannot overflow.
+    # Relative to the nearest row, which does not change the vote and cannot overflow.
     return ((similarity_Bk - similarity_Bk.amax(dim=1, keepdim=True)) / temperature).exp()
 
 
 def _guesses(weight_Bk: Tensor, label_Bk: Tensor, num_classes: int) -> Tensor:
-    """Returns the five heaviest classes [B, 5], -1 where fewer got a vote."""
+    """Returns the five classes [B, 5] with the largest weights, and -1 if fewer got a vote."""
     votes_BC = weight_Bk.new_zeros(len(weight_Bk), num_classes)
-    for j in range(weight_Bk.shape[1]):  # one neighbour at a time: a scatter of all has no fixed order of addition
+    for j in range(weight_Bk.shape[1]):  # one neighbour at a time, because a scatter of all adds in no fixed order
         label_B1 = label_Bk[:, j : j + 1]
         votes_BC.scatter_(1, label_B1, votes_BC.gather(1, label_B1) + weight_Bk[:, j : j + 1])
     votes_BC, class_BC = votes_BC.sort(dim=1, descending=True, stable=True)
@@ -138,12 +146,16 @@ def _guesses(weight_Bk: Tensor, label_Bk: Tensor, num_classes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnnSettings:
+    """The settings of k-NN."""
+
     k: int = 20
     metric: KnnMetric = "cosine"
-    temperature: float = 0.07  # of cosine
+    temperature: float = 0.07  # used by the cosine metric only
 
 
 def run(contenders: Sequence[ProbedEncoder[KnnSettings]], bench: Bench) -> list[list[Hits]]:
+    """Classifies the validation images by k-NN and returns the hits, [encoder][setting]."""
+
     def guess(train: Features, rows: Features, settings: KnnSettings) -> Tensor:
         num_classes = len(bench.data.manifest.classes)
         return knn(train, rows, num_classes=num_classes, device=bench.device, **asdict(settings)).guess_M5

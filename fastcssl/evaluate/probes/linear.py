@@ -1,11 +1,11 @@
 """The paper's linear probe: a linear layer on a frozen encoder, trained by SGD on random crops and flips.
 
-100 epochs, the learning rate divided by ten at 60 % and 80 % of them, no weight decay. Momentum is 0.9 as in CaSSLe;
-PNR's released code has 0. The encoder is in eval mode.
+It trains for 100 epochs without weight decay, and divides the learning rate by ten at 60 % and 80 % of them. Momentum
+is 0.9 as in CaSSLe; PNR's released code has 0. The encoder is in eval mode.
 
-All encoders and all settings train side by side. An encoder's features of a chunk of images are computed once; each
-batch size cuts the same stream of rows into its own batches, so that a classifier sees what it would see alone. The
-last, incomplete batch of an epoch is dropped, as in the references.
+All encoders and all settings train at the same time. An encoder's features of a chunk of images are computed once. Each
+batch size cuts the same stream of rows into its own batches, so a classifier sees the same batches as if it trained
+alone. The last, incomplete batch of an epoch is dropped, as in the references.
 """
 
 import math
@@ -23,37 +23,41 @@ from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, hits
 from fastcssl.evaluate.probes.cached import guesses
 from fastcssl.learn.nets import modes, seeded
 
-DROPS = (0.6, 0.8)  # of the epochs
+DROPS = (0.6, 0.8)  # shares of the epochs
 LEARNING_RATES = {"moco": 3.0, "byol": 3.0, "simclr": 1.0, "supcon": 1.0, "vicreg": 0.3, "barlow": 0.1}
-OTHER_LEARNING_RATE = 0.3  # of a method that no paper has
+OTHER_LEARNING_RATE = 0.3  # for methods that the papers do not cover
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSettings:
+    """The settings of a linear probe."""
+
     lr: float
     batch_size: int = 256  # over all ranks; it does not scale the learning rate
     momentum: float = 0.9
     epochs: int = 100
-    seed: int = 0  # of the order, the crops and the first weights
+    seed: int = 0  # seed of the order, the crops and the initial weights
 
     def __post_init__(self) -> None:
         if not (0 < self.lr < math.inf and 0 <= self.momentum < 1 and self.batch_size >= 1 and self.epochs >= 1):
             raise UserError(
                 f"A probe cannot have lr {self.lr:g}, momentum {self.momentum:g}, batch size {self.batch_size} and "
-                f"{self.epochs} epochs: give an lr above 0, a momentum from 0 to below 1, and 1 or more of the others."
+                f"{self.epochs} epochs. Give an lr above 0, a momentum of at least 0 and below 1, and at least 1 for "
+                "the others."
             )
 
     def lr_at(self, epoch: int) -> float:
+        """Returns the learning rate in an epoch."""
         return self.lr * 0.1 ** sum(epoch >= drop for drop in self.drops)
 
     @property
     def drops(self) -> tuple[int, ...]:
-        """Returns the epochs that begin with a tenth of the learning rate."""
+        """Returns the epochs at whose start the learning rate is divided by ten."""
         return tuple(round(share * self.epochs) for share in DROPS)
 
 
 class Head:
-    """A linear layer and its SGD with momentum, on rows without gradient; the arithmetic of torch's own."""
+    """A linear layer and its SGD with momentum, without autograd. The arithmetic is that of torch's SGD."""
 
     def __init__(self, num_features: int, num_classes: int, settings: LinearSettings, device: torch.device) -> None:
         with seeded(settings.seed, "linear probe"):
@@ -85,7 +89,7 @@ class Head:
 
 
 class Batches:
-    """Cuts a stream of rows into batches of one size, in a buffer of their own: each begins at the same alignment."""
+    """Cuts a stream of rows into batches of one size. A buffer gives every batch the same memory alignment."""
 
     def __init__(self, batch_size: int, num_features: int, device: torch.device) -> None:
         self._h_BF = torch.empty(batch_size, num_features, device=device)
@@ -93,6 +97,7 @@ class Batches:
         self._filled = 0
 
     def add(self, h_NF: Tensor, class_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Adds rows and yields the batches that they complete. The next batch overwrites the one before."""
         begin, size = 0, len(self._class_B)
         while begin < len(class_N):
             count = min(size - self._filled, len(class_N) - begin)
@@ -116,14 +121,17 @@ class Batches:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The heads of one encoder and one group that take batches of one size."""
+    """The heads of one encoder and one group that use the same batch size."""
 
     batches: Batches
     heads: list[Head]
 
 
 class Training:
-    """Everything that SGD changes, and where it stands. lanes[encoder][group]: one for each batch size."""
+    """The state of the training: all heads, and the current epoch and batch.
+
+    lanes[encoder][group] holds one lane per batch size.
+    """
 
     def __init__(self, contenders: Sequence[ProbedEncoder[LinearSettings]], bench: Bench) -> None:
         self.contenders = contenders
@@ -141,7 +149,7 @@ class Training:
             for number, group in enumerate(bench.plan.groups):
                 by_size: dict[int, _Lane] = {}
                 for settings, heads in zip(contender.settings, by_setting, strict=True):
-                    # A class of few images may be fewer than one batch, which would be dropped.
+                    # A group may have fewer images than one batch, which would be dropped as incomplete.
                     size = min(settings.batch_size, len(group.train_ids))
                     if size not in by_size:
                         by_size[size] = _Lane(Batches(size, num_features, bench.device), [])
@@ -150,6 +158,7 @@ class Training:
             self.lanes.append(lanes)
 
     def step(self, e: int, group: int, h_NF: Tensor, class_N: Tensor) -> None:
+        """Trains the heads of an encoder and a group on rows of features."""
         for lane in self.lanes[e][group]:
             for h_BF, class_B in lane.batches.add(h_NF, class_N):
                 for head in lane.heads:
@@ -187,10 +196,10 @@ def run(
     state: dict[str, Any] | None = None,
     after_batch: Callable[[Training], None] = lambda _: None,
 ) -> list[list[Hits]]:
-    """Trains all classifiers and returns what they got right, [encoder][setting].
+    """Trains all classifiers and returns their hits, [encoder][setting].
 
-    `state`: of an interrupted run, to go on from. `after_batch` may save the state, and may raise to stop; it is called
-    once more when all is learnt.
+    `state`: the state of an interrupted run, to continue from. `after_batch` may save the state, and may raise an error
+    to stop. It is called once more after the last epoch.
     """
     training = train(contenders, bench, state=state, after_batch=after_batch)
     encoders = [contender.encoder for contender in contenders]
@@ -209,6 +218,7 @@ def train(
     state: dict[str, Any] | None = None,
     after_batch: Callable[[Training], None] = lambda _: None,
 ) -> Training:
+    """Trains all classifiers and returns them. The arguments are those of `run`."""
     (num_epochs,) = {settings.epochs for contender in contenders for settings in contender.settings}
     training = Training(contenders, bench)
     if state is not None:
@@ -230,7 +240,7 @@ def train(
                 label_N, id_N = (bench.world.gather_keys(x) for x in (batch.label, batch.id))
                 num_valid = min(len(id_N), stream.num_samples - training.batch * len(id_N))
                 views = batch.views
-                if bench.world.size == 1:  # padding comes last, and several ranks need rows of equal number
+                if bench.world.size == 1:  # padding comes last; several ranks need equal numbers of rows
                     label_N, id_N, views = label_N[:num_valid], id_N[:num_valid], tuple(x[:num_valid] for x in views)
                 parts = members.of(label_N, id_N)
                 for e, encoder in enumerate(encoders):
@@ -247,7 +257,7 @@ def train(
 
 
 class Members:
-    """Which rows of a batch belong to which group, and as which of its classes."""
+    """Finds the rows of a batch that belong to each group, and their classes within the group."""
 
     def __init__(self, bench: Bench) -> None:
         groups, num_classes = bench.plan.groups, len(bench.data.manifest.classes)
@@ -264,19 +274,20 @@ class Members:
             self._class_of_label.append(class_of_label.to(bench.device))
 
     def of(self, label_N: Tensor, id_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns for each group a mask of its rows, and the classes of those rows."""
         place_N = torch.searchsorted(self._id_S, id_N).clamp_(max=len(self._id_S) - 1)
-        owner_N = torch.where(self._id_S[place_N] == id_N, self._owner_S[place_N], -1)  # padding is nobody's
+        owner_N = torch.where(self._id_S[place_N] == id_N, self._owner_S[place_N], -1)  # padding belongs to no group
         rows = [owner_N == group for group in range(len(self._class_of_label))]
         return [(mine_N, classes[label_N[mine_N]]) for mine_N, classes in zip(rows, self._class_of_label, strict=True)]
 
 
 def _hits(heads: Sequence[Head], val: Features, labels: Sequence[Tensor], bench: Bench) -> Hits:
-    """Counts what is right. A classifier whose weights overflowed knows nothing."""
+    """Counts the correct guesses. A classifier whose weights overflowed makes no guess."""
 
     def guess(group: int, rows: Features) -> Tensor:
         head = heads[group]
         if not head.is_finite:
-            bench.notes.append(f"The classifier of learning rate {head.settings.lr:g} diverged; it counts as 0 %.")
+            bench.notes.append(f"The classifier with learning rate {head.settings.lr:g} diverged; it counts as 0 %.")
             return torch.full((len(rows), 5), -1, device=rows.h_NF.device)
         return guesses(head.weight_CF, head.bias_C, labels[group], rows)
 
