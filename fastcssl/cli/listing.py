@@ -135,7 +135,7 @@ COMMON = (
         "matched: the same for all strategies; published: each strategy as its authors ran it",
         None,
     ),
-    ("--loader", "NAME", "auto, native, resident, ffcv, dali or torchvision", "loader"),
+    ("--loader", "NAME", "auto, native, resident, ffcv, dali, torchvision", "loader"),
     (
         "--online-probe",
         "every=E",
