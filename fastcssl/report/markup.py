@@ -13,7 +13,7 @@ _VOID = ("meta", "br", "hr")
 
 
 def el(name: str, /, *children: "str | Html | None", **attributes: str | None) -> Html:
-    """Returns an element without the children and attributes that are None. `class_` and `for_` lose their underscore."""
+    """Returns an element. Children and attributes that are None are left out; `class_` loses its underscore."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
         for key, value in attributes.items()
