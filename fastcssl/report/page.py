@@ -20,9 +20,8 @@ _FEW_RUNS = 4  # more runs than this are shown collapsed
 _STAGE_LINES = ("model", "decode", "augmentation", "disk", "probe", "data", "checkpoint")
 _NONE = "-"
 
-Pictures = Mapping[
-    tuple[str, str], Sequence[DrawnPicture]
-]  # keys: ("comparison", number) or (run, "training" or result)
+# Keys are ("comparison", number) or (run, "training" or result).
+Pictures = Mapping[tuple[str, str], Sequence[DrawnPicture]]
 
 
 def page(runs: Sequence[RunRecord], comparisons: Sequence[Comparison], pictures: Pictures) -> str:

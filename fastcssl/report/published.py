@@ -28,9 +28,7 @@ class Published:
     where: str  # the table or figure of the paper
     protocol: Protocol
     values: Mapping[str, float]  # by metric, in percent
-    deviations: Mapping[str, float] = field(
-        default_factory=dict
-    )  # standard deviations over seeds, where the paper has them
+    deviations: Mapping[str, float] = field(default_factory=dict)  # over seeds, where the paper gives them
     caution: str = ""
 
     def value(self, name: str) -> float | None:

@@ -19,7 +19,7 @@ _OWN_TO_A_STRATEGY = ("strategy", "online_probe", "probe_lr")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Start:
-    """Where a run starts. `state` is None for a new run."""
+    """The starting point of a run. `state` is None for a new run."""
 
     position: Position = field(default_factory=Position)
     state: dict[str, Any] | None = None
