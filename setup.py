@@ -1,6 +1,6 @@
-"""Builds csrc: the codec into dataprep, the rest into fastcssl. Metadata is in pyproject.toml.
+"""Builds the C++ and CUDA code in csrc: the codec for dataprep, the rest for fastcssl. Metadata is in pyproject.toml.
 
-FASTCSSL_CUDA        1: a missing CUDA toolkit is an error; 0: leave CUDA out; unset: CUDA when nvcc is found
+FASTCSSL_CUDA        1: require the CUDA toolkit; 0: build without CUDA; unset: use CUDA if nvcc is found
 TORCH_CUDA_ARCH_LIST the architectures to compile for, as PyTorch reads it
 """
 
@@ -14,7 +14,7 @@ from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import Extension, setup
 
 ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0"
-TORCH_FLOOR = "0x020d000000000000"  # 2.13: the stable ABI that the operators are compiled against
+TORCH_FLOOR = "0x020d000000000000"  # 2.13, whose stable ABI the operators are compiled against
 FLAGS = ["-O3", "-std=c++17", "-Wall", "-Wextra", "-fvisibility=hidden"]
 PHOTOMETRIC = [f"csrc/views/photometric_{name}.cpp" for name in ("cpu", "avx2", "avx512")]
 INFONCE = [f"csrc/infonce/infonce_{name}.cpp" for name in ("op", "cpu", "avx2", "avx512", "portable")]
@@ -22,7 +22,7 @@ KERNELS = ["csrc/views/photometric_cuda.cu", "csrc/infonce/infonce_cuda.cu"]
 
 
 def find_cuda() -> Path | None:
-    """The toolkit's root, or None when CUDA is left out."""
+    """Returns the root of the CUDA toolkit, or None to build without CUDA."""
     wish = os.environ.get("FASTCSSL_CUDA", "")
     if wish not in ("", "0", "1"):
         raise SystemExit(f"FASTCSSL_CUDA is {wish!r}; use 1 (require CUDA), 0 (leave it out) or unset it.")
@@ -43,12 +43,13 @@ def find_cuda() -> Path | None:
 
 
 def architectures() -> list[str]:
+    """Returns the GPU architectures to compile for, such as "80"."""
     wish = os.environ.get("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
     return [arch.removesuffix("+PTX").replace(".", "") for arch in wish.replace(" ", ";").split(";") if arch]
 
 
 class BuildExt(build_ext):
-    """Adds nvcc for .cu files, which include no torch header and therefore need nothing else."""
+    """Compiles .cu files with nvcc. They include no torch headers, so nvcc needs no other flags."""
 
     def build_extension(self, ext: Extension) -> None:
         kernels = [source for source in ext.sources if source.endswith(".cu")]
@@ -57,6 +58,7 @@ class BuildExt(build_ext):
         super().build_extension(ext)
 
     def compile_kernel(self, source: str) -> str:
+        """Compiles one .cu file and returns the object file."""
         home = find_cuda()
         assert home is not None
         target = Path(self.build_temp) / Path(source).with_suffix(".o")
@@ -72,17 +74,19 @@ class BuildExt(build_ext):
 
 
 def link_cuda() -> list[str]:
+    """Returns the linker's flags for CUDA, or [] without CUDA."""
     home = find_cuda()
     return [f"-L{home}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"] if home else []
 
 
 def codec() -> Extension:
+    """Returns dataprep's JPEG codec."""
     sources = [f"csrc/codec/{name}.cpp" for name in ("jpeg", "resize", "transcode", "module")]
     return Pybind11Extension("dataprep._codec", sources, libraries=["jpeg"], extra_compile_args=FLAGS)
 
 
 def native() -> Extension:
-    """The loader's engine."""
+    """Returns the engine of the native loader."""
     sources = ["csrc/register.cpp", "csrc/device/device_cuda.cu" if find_cuda() else "csrc/device/device_cpu.cpp"]
     sources += ["csrc/codec/jpeg.cpp", "csrc/codec/resize.cpp"]
     sources += ["csrc/views/cropper.cpp", "csrc/views/engine.cpp", *PHOTOMETRIC]
@@ -97,7 +101,7 @@ def native() -> Extension:
 
 
 def ops() -> Extension:
-    """The operators, through torch's stable ABI: a plain library that torch loads, without a Python module inside."""
+    """Returns the torch operators, built on torch's stable ABI: a library that torch loads, not a Python module."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         raise SystemExit("Building fastcssl needs torch. Install it first, then build with --no-build-isolation.")

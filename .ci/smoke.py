@@ -1,7 +1,8 @@
-"""Uses an installed fastcssl as a user would, small: smoke.py FOLDER [--empty-root]. Needs the standard library alone.
+"""Tests an installed fastcssl with a small run of every command: smoke.py FOLDER [--empty-root].
 
-Run it by the environment's own Python with -I and without a compiler on PATH. It fails if one is there, if fastcssl is
-not the installed one, or if libjpeg is another than the wheel's. --empty-root: also if the system has a libjpeg at all.
+Run it with the environment's own Python, with -I and without a compiler on PATH. It fails if there is a compiler, if
+fastcssl is not the installed one, or if a libjpeg other than the wheel's is used. --empty-root: it also fails if the
+system has any libjpeg. It uses only the standard library.
 """
 
 import importlib
@@ -17,11 +18,11 @@ from pathlib import Path
 
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "ninja", "cmake")
 SITE = Path(sysconfig.get_path("platlib"))
-OPTIONAL = ("ffcv", "numba", "nvidia", "timm", "wandb", "tensorboard")  # what extras bring, not the wheel
-DATA = "synthetic:size=mixed,train=10,val=4"  # JPEGs of many sizes, 30 classes
+OPTIONAL = ("ffcv", "numba", "nvidia", "timm", "wandb", "tensorboard")  # installed by extras, not by the wheel
+DATA = "synthetic:size=mixed,train=10,val=4"  # JPEGs of various sizes, 30 classes
 SMALL = ("--epochs", "1", "--batch-size", "32", "--encoder.name", "resnet18-w8", "--views.size-px", "16")
 
-# Before anything else brings a libjpeg of its own, as Pillow and torchvision do.
+# Runs in a process that has imported neither Pillow nor torchvision, which have a libjpeg of their own.
 MAPPED_LIBJPEG = """
 import dataprep._codec as codec, fastcssl.data._native as native, numpy as np
 gray = np.full((40, 24, 3), 128, np.uint8)
@@ -31,7 +32,7 @@ print(*{line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if
 
 
 def run(*command: str) -> str:
-    """What it printed; all of it and the end of the script if it failed."""
+    """Returns what a command printed. If it failed, prints its output and exits."""
     begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True)
     shown = " ".join(part if "\n" not in part else "..." for part in (Path(command[0]).name, *command[1:]))
@@ -42,12 +43,13 @@ def run(*command: str) -> str:
 
 
 def require(condition: bool, sentence: str) -> None:
+    """Exits with a message unless the condition holds."""
     if not condition:
         sys.exit(f"smoke: {sentence}")
 
 
 def system_libjpegs() -> list[str]:
-    """Every libjpeg of this root that lies outside of the environment."""
+    """Returns every libjpeg of this root outside the environment."""
     found = []
     for folder, below, names in os.walk("/"):
         here = Path(folder)
@@ -57,7 +59,7 @@ def system_libjpegs() -> list[str]:
 
 
 def import_everything() -> int:
-    """Each module of both packages; those of optional packages may only miss these."""
+    """Imports every module of both packages and returns their number. Only optional packages may be missing."""
     count = 0
     for name in ("dataprep", "fastcssl"):
         package = importlib.import_module(name)
@@ -78,17 +80,20 @@ def import_everything() -> int:
 def main() -> None:
     folder, empty_root = Path(sys.argv[1]).resolve(), "--empty-root" in sys.argv[2:]
     compilers = [path for path in map(shutil.which, COMPILERS) if path]
-    require(not compilers, f"a compiler is on PATH, which proves nothing: {', '.join(compilers)}")
+    require(not compilers, f"a compiler is on PATH, so this test would prove nothing: {', '.join(compilers)}")
     if empty_root:
         outside = system_libjpegs()
         require(not outside, f"this root has a libjpeg of its own: {', '.join(outside)}")
-        print("  no libjpeg in this root but those inside of the environment")
+        print("  no libjpeg in this root outside the environment")
 
     needed = [need.partition(">=")[0] for need in importlib.metadata.requires("fastcssl") or () if "extra" not in need]
     print(" ", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in needed))
     mapped = run(sys.executable, "-I", "-c", MAPPED_LIBJPEG).splitlines()
     ours = [path for path in mapped if Path(path).parent == SITE / "fastcssl.libs"]
-    require(len(mapped) == 1 and ours == mapped, f"libjpeg is not the wheel's alone: {mapped or 'none is mapped'}")
+    require(
+        len(mapped) == 1 and ours == mapped,
+        f"the wheel's libjpeg is not the only one loaded: {mapped or 'none is loaded'}",
+    )
     print(f"  libjpeg is {Path(mapped[0]).relative_to(SITE)}")
     print(f"  {import_everything()} modules import")
 
@@ -102,7 +107,7 @@ def main() -> None:
     command("eval", trained, "--probe", "linear-cached", "knn")
     command("report", trained, "--out", report)
     require((Path(report) / "index.html").stat().st_size > 10_000, "the report is empty")
-    require("libjpeg" in command("doctor"), "the doctor does not say which libjpeg is used")
+    require("libjpeg" in command("doctor"), "the doctor does not report which libjpeg is used")
 
 
 if __name__ == "__main__":

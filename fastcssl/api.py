@@ -1,8 +1,9 @@
-"""What the commands do, as functions: a verb of the command line and what it works on. `fastcssl` hands them on.
+"""The commands as Python functions. The package `fastcssl` exports them.
 
-Plain verbs are packages here (`fastcssl.train` trains), so no name has two meanings. Nothing is printed unless a
-console is given. Under torchrun every rank calls alike and rank 0 writes; alone, nothing need be connected. A user's
-mistake is a `UserError`, or the error of what was opened (`dataprep.ManifestError`, `LoaderError`).
+A function is named after a command and what it works on: `train_run`, because `fastcssl.train` is a package. Nothing is
+printed unless a console is given. Under torchrun, every rank makes the same call and rank 0 writes; a single process
+needs no setup. A mistake that the user can correct raises a `UserError`, or the error of the file that was opened
+(`dataprep.ManifestError`, `LoaderError`).
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from fastcssl.runs.layout import Folders, folders_of
 from fastcssl.train.forecast import Forecast, forecast
 from fastcssl.train.session import Outcome
 
-PATIENCE_S = 6 * 3600.0  # a rank may solve a regression for hours while the others wait
+PATIENCE_S = 6 * 3600.0  # a rank may fit a regression for hours while the others wait
 
 
 def train_run(
@@ -38,10 +39,11 @@ def train_run(
     start_from: str | None = None,
     console: Console | None = None,
 ) -> Outcome:
-    """Trains task after task on `recipe.config.run.device`; called again, it goes on from the last checkpoint.
+    """Trains all tasks on `recipe.config.run.device` and returns the outcome. Called again, it resumes.
 
-    data: a prepared folder, or one of its manifests. out: the run's folder. resume: "never" sets an older run aside.
-    start_from: "RUN@k", another run's state after its task k.
+    data: a prepared folder, or one of its manifests. out: the run's folder. resume: "never" moves an older run aside
+    and starts over. start_from: "RUN@k", to start with the state of another run after its task k. console: where
+    progress is shown; by default nowhere.
     """
     with connected(recipe.config.run.device) as (world, device):
         return loop.train(
@@ -66,9 +68,9 @@ def train_seeds(
     start_from: str | None = None,
     console: Console | None = None,
 ) -> list[Outcome]:
-    """`train_run` for each seed, in OUT/seed5 and so on; a signal ends the rest, too.
+    """Calls `train_run` once per seed, in OUT/seed5 etc., and returns the outcomes. A signal ends all of it.
 
-    start_from: "RUN@k", where RUN holds the same seeds.
+    start_from: "RUN@k", where RUN is a folder with the same seeds.
     """
     outcomes: list[Outcome] = []
     with connected(recipe.config.run.device):
@@ -99,9 +101,10 @@ def _of_seed(start_from: str | None, seed: int) -> str | None:
 def forecast_run(
     recipe: Recipe, *, data: Path | str, out: Path | str = ".", num_ranks: int = 1, measure: bool = True
 ) -> Forecast:
-    """What a run will take: steps, learning rate, memory and disk in bytes and, if measured, seconds on this machine.
+    """Returns an estimate of a run: steps, learning rate, memory and disk in bytes, and seconds on this machine.
 
-    out: where it would be written. num_ranks: processes that would share it; this one stands for all of them.
+    out: where the run would be written. num_ranks: the number of processes that would train it; only this one is
+    measured. measure: False skips the measurement, and leaves the seconds out.
     """
     with connected(recipe.config.run.device) as (_, device):
         return forecast(recipe.config, Path(data), num_ranks, device, measure, out=Path(out))
@@ -123,13 +126,16 @@ def evaluate_runs(
     command: str = "",
     progress: Progress | None = None,
 ) -> list[Evaluated]:
-    """Probes every checkpoint of the runs, side by side from one decode, and writes RUN/evaluations/*.json.
+    """Probes every checkpoint of the runs, writes RUN/evaluations/*.json and returns the results.
 
-    runs: folders of `train_run`, or of `train_seeds`, or encoder files. request: probes, scopes and their settings; by
-    default the paper's linear probe over all classes. references: runs of one task alone, for plasticity.
-    architecture, family, out: of encoder files that do not say so, and where their results go. num_threads: of the
-    loader, by default one a core. checkpoint_minutes: how often a long probe is saved. command: noted in the results.
-    What is known already is read, not computed. A signal is raised as `EvaluationInterrupted`, all kept.
+    All checkpoints share one pass over the images. Results that already exist are read, not computed again. A signal
+    raises `EvaluationInterrupted`; what was computed so far is kept.
+
+    runs: folders of `train_run` or `train_seeds`, or encoder files. request: probes, scopes and their settings; by
+    default the paper's linear probe over all classes. references: runs of a single task, for plasticity. architecture,
+    family: for encoder files that do not record them. out: the folder for the results of encoder files. num_threads:
+    threads of the loader, by default one per core. checkpoint_minutes: minutes between saves of a long probe. command:
+    recorded in the results.
     """
     request = request or Request()
     for scope in request.scopes:

@@ -1,1 +1,1 @@
-"""The commands, one file a verb."""
+"""The command-line programs, one module per command."""

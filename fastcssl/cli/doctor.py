@@ -1,4 +1,4 @@
-"""fastcssl-doctor: what works here, what is missing, and what to do about it."""
+"""fastcssl-doctor: reports what works on this machine, what is missing, and how to fix it."""
 
 import json
 import sys
@@ -21,18 +21,19 @@ PROG = "fastcssl-doctor"
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Looks at machine, build, packages and cards, and runs the operators against plain torch.
+    """Checks the machine, the build, the packages and the GPUs, and compares the compiled operators with plain torch.
 
-    On a GPU it also times them against eager torch, torch.compile and flash attention, and looks for races where
-    compute-sanitizer is installed. Exit status: 0 when all is well, 1 when something failed.
+    With a GPU it also times the contrastive loss against eager torch, torch.compile and flash attention, and looks for
+    data races if compute-sanitizer is installed. The exit status is 1 if a check failed, otherwise 0.
     """
 
-    data: Annotated[Path | None, Flag("a folder (or file) whose disk is timed", "DIR")] = None
-    full: Annotated[bool, Flag("also run tests/gpu, from a clone of the repository: minutes")] = False
-    json: Annotated[bool, Flag("print a JSON object in place of the tables")] = False
+    data: Annotated[Path | None, Flag("measure how fast this folder (or file) can be read", "DIR")] = None
+    full: Annotated[bool, Flag("also run tests/gpu (minutes; needs a clone of the repository)")] = False
+    json: Annotated[bool, Flag("print one JSON object instead of tables")] = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     if help.is_asked(words):
         usage = f"{PROG} [--data DIR] [--full] [--json]"

@@ -1,4 +1,4 @@
-"""fastcssl-eval RUN [RUN...]: what the encoders of runs have learnt. See --help."""
+"""fastcssl-eval RUN [RUN...]: measures what the encoders of runs have learnt. See --help."""
 
 import shlex
 import sys
@@ -20,71 +20,94 @@ if TYPE_CHECKING:
 
 PROG = "fastcssl-eval"
 ProbeName = Literal["linear", "linear-cached", "knn"]
-_LINEAR, _OTHERS = "of the linear probe", "of the other probes"
-_FILES, _PROCESS = "of encoder files that do not say", "this process"
+_LINEAR, _OTHERS = "linear probe", "other probes"
+_FILES, _PROCESS = "encoder files without this information", "this process"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Probes the encoders of runs, all checkpoints side by side, and leaves RUN/evaluations/*.json.
+    """Probes every checkpoint of the given runs and writes the accuracies to RUN/evaluations/*.json.
 
-    What was evaluated before is shown, not computed again. Several values of a setting are a grid.
+    All checkpoints share one pass over the images. Results that already exist are shown, not computed again. If a
+    setting is given several values, every combination is probed.
     """
 
     runs: Annotated[
         tuple[Path, ...],
         tyro.conf.Positional,
         Flag(
-            "a folder of fastcssl-train, a folder of several seeds, or an encoder file (.safetensors, or a state dict "
-            "of torchvision's with --architecture)",
+            "a folder written by fastcssl-train, a folder of several seeds, or an encoder file (.safetensors, or a "
+            "torchvision state dict with --architecture)",
             "RUN",
         ),
     ] = ()
     probe: Annotated[
         tuple[ProbeName, ...],
-        Flag("linear is the paper's, SGD on random crops; linear-cached solves it on features extracted once; knn"),
+        Flag(
+            "linear: SGD on random crops, as in the paper; linear-cached: on features extracted once, much faster; "
+            "knn: nearest neighbours"
+        ),
     ] = ("linear",)
     scope: Annotated[
         tuple[str, ...],
-        Flag("all, per-task, domain-aware, domain-agnostic, semi-1, semi-10; none, for downstream sets alone"),
+        Flag(
+            "what classifiers are trained and tested on: all classes, per-task, domain-aware, domain-agnostic, semi-1 "
+            "or semi-10 (1 % or 10 % of the labels); none: only --downstream data"
+        ),
     ] = ("all",)
-    data: Annotated[Path | None, Flag("a prepared folder or manifest; by default the run's own", "DIR")] = None
+    data: Annotated[Path | None, Flag("prepared folder or manifest; by default the run's own", "DIR")] = None
     downstream: Annotated[
         tuple[str, ...],
-        Flag("other data; cifar10, cifar100, stl10 and clipart have the paper's recipe", "NAME=DIR"),
+        Flag(
+            "also probe another prepared data set; cifar10, cifar100, stl10 and clipart use the paper's settings",
+            "NAME=DIR",
+        ),
     ] = ()
     references: Annotated[
-        tuple[Path, ...], Flag("runs of fastcssl-train --only-task, or folders of them, for plasticity", "RUN")
+        tuple[Path, ...],
+        Flag("runs of fastcssl-train --only-task, or folders of them; needed for plasticity", "RUN"),
     ] = ()
-    random_encoder: Annotated[bool, Flag("do without the untrained encoder, and so without forward transfer")] = True
-    size_px: Annotated[int | None, Flag("of the images that encoders see; by default as they were trained", "N")] = None
-    again: Annotated[bool, Flag("compute also what is known")] = False
-    lr: Annotated[tuple[float, ...], Flag("by default the method's own", "X", _LINEAR)] = ()
+    random_encoder: Annotated[bool, Flag("skip the untrained encoder, and with it forward transfer")] = True
+    size_px: Annotated[int | None, Flag("side of the images in pixels; by default as in training", "N")] = None
+    again: Annotated[bool, Flag("recompute results that already exist")] = False
+    lr: Annotated[tuple[float, ...], Flag("learning rate; by default the method's own", "X", _LINEAR)] = ()
     batch_size: Annotated[
-        tuple[int, ...], Flag("over all ranks; by default the paper's: 128 for 32 px, else 256", "N", _LINEAR)
+        tuple[int, ...],
+        Flag(
+            "images per step, over all ranks; by default as in the paper: 128 for 32-px images, else 256", "N", _LINEAR
+        ),
     ] = ()
-    momentum: Annotated[tuple[float, ...], Flag("as CaSSLe's code; PNR's has 0", group=_LINEAR)] = (0.9,)
-    epochs: Annotated[int, Flag("the learning rate drops at 60 % and 80 % of them", group=_LINEAR)] = 100
-    seed: Annotated[int, Flag("of order, crops and first weights", group=_LINEAR)] = 0
-    strength: Annotated[tuple[float, ...], Flag("of linear-cached: scikit-learn's C", group=_OTHERS)] = (1.0,)
-    k: Annotated[int, Flag("neighbours of knn", group=_OTHERS)] = 20
-    metric: Annotated[tuple[Literal["cosine", "euclidean"], ...], Flag("of knn", group=_OTHERS)] = (
+    momentum: Annotated[tuple[float, ...], Flag("0.9 as in CaSSLe's code; PNR's code has 0", group=_LINEAR)] = (0.9,)
+    epochs: Annotated[
+        int, Flag("number of epochs; the learning rate drops at 60 % and 80 % of them", group=_LINEAR)
+    ] = 100
+    seed: Annotated[int, Flag("random seed for image order, crops and initial weights", group=_LINEAR)] = 0
+    strength: Annotated[tuple[float, ...], Flag("linear-cached: C, as in scikit-learn", group=_OTHERS)] = (1.0,)
+    k: Annotated[int, Flag("knn: number of neighbours", group=_OTHERS)] = 20
+    metric: Annotated[
+        tuple[Literal["cosine", "euclidean"], ...], Flag("knn: how distance is measured", group=_OTHERS)
+    ] = (
         "cosine",
         "euclidean",
     )
-    architecture: Annotated[str | None, Flag("resnet18, torchvision:resnet50, ...", "NAME", _FILES)] = None
-    stem: Annotated[Literal["imagenet", "cifar"], Flag("or cifar: of a resnet", group=_FILES)] = "imagenet"
-    family: Annotated[Literal["imagenet", "cifar"], Flag("or cifar: size and normalisation", group=_FILES)] = "imagenet"
-    out: Annotated[Path | None, Flag("where the results go; by default beside the file", "DIR", _FILES)] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], Flag("or cpu, cuda", group=_PROCESS)] = "auto"
+    architecture: Annotated[str | None, Flag("such as resnet18 or torchvision:resnet50", "NAME", _FILES)] = None
+    stem: Annotated[Literal["imagenet", "cifar"], Flag("imagenet or cifar: first layers of a ResNet", group=_FILES)] = (
+        "imagenet"
+    )
+    family: Annotated[
+        Literal["imagenet", "cifar"], Flag("imagenet or cifar: image size and normalisation", group=_FILES)
+    ] = "imagenet"
+    out: Annotated[Path | None, Flag("folder for the results; by default beside the file", "DIR", _FILES)] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], Flag("auto, cpu or cuda", group=_PROCESS)] = "auto"
     precision: Annotated[
-        Literal["auto", "bf16", "fp16", "fp32"], Flag("or bf16, fp16, fp32: of the encoders", group=_PROCESS)
+        Literal["auto", "bf16", "fp16", "fp32"], Flag("auto, bf16, fp16 or fp32, for the encoders", group=_PROCESS)
     ] = "auto"
-    loader: Annotated[str, Flag("or native, resident, ffcv, dali, torchvision", group=_PROCESS)] = "auto"
+    loader: Annotated[str, Flag("auto, native, resident, ffcv, dali or torchvision", group=_PROCESS)] = "auto"
     num_threads: Annotated[
-        int | None, Flag("of the loader; by default one a core, shared by a machine's ranks", "N", _PROCESS)
+        int | None,
+        Flag("threads of the loader; by default one per core, shared by the ranks of a machine", "N", _PROCESS),
     ] = None
-    checkpoint_minutes: Annotated[float, Flag("between two saves of a long probe", group=_PROCESS)] = 5.0
+    checkpoint_minutes: Annotated[float, Flag("minutes between saves of a long probe", group=_PROCESS)] = 5.0
 
 
 _EXAMPLES = (
@@ -97,6 +120,7 @@ _EXAMPLES = (
 
 
 def main(args: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
     return ended(lambda console: _run(sys.argv[1:] if args is None else list(args), console))
 
 
@@ -169,7 +193,7 @@ def _evaluate(options: EvalOptions, words: list[str], console: Console) -> int:
 
 
 def _tell_missing(outcomes: "list[Evaluated]", console: Console) -> None:
-    """Prints the commands that make the references which metrics lack, each once."""
+    """Prints each command that trains a reference run which the metrics need and do not have."""
     from fastcssl.evaluate.targets import missing_commands
 
     commands: dict[str, None] = {}
@@ -181,7 +205,9 @@ def _tell_missing(outcomes: "list[Evaluated]", console: Console) -> None:
                 missing_commands(outcome.target, known.missing_references, Path(made.manifest.path))
             )
     if commands:
-        console.print(Text("To make the missing references, and then --references with their folders:", "dim"))
+        console.print(
+            Text("These commands train the missing references. Then give their folders to --references:", "dim")
+        )
         for command in commands:
             console.print(Text(command, "cyan"), soft_wrap=True)
 

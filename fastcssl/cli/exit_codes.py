@@ -1,4 +1,7 @@
-"""How commands end: a sentence and an exit status for what a user or a machine can cause, a traceback for a bug."""
+"""How commands end.
+
+An error that a user or a machine can cause ends in one sentence and an exit status. A bug ends in a traceback.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,21 +16,24 @@ from fastcssl.runs.interrupt import Stop
 
 
 class ExitCode(IntEnum):
-    """The exit statuses of all commands (docs/resuming.md). One that a signal ended has 128 + its number."""
+    """The exit statuses of all commands (docs/resuming.md). After a signal the status is 128 + the signal's number."""
 
     OK = 0
-    FAILED = 1  # a loss that is not finite, a lost rank, no memory left; of the doctor, something that does not work
-    MISTAKE = 2  # something to correct: in the words, the data or a file
-    INTERRUPTED = 130  # Ctrl-C where nothing can be kept: 128 + SIGINT
+    FAILED = 1  # a loss that is not finite, a lost rank, out of memory; for the doctor: a check failed
+    MISTAKE = 2  # something that the user can correct: the command line, the data or a file
+    INTERRUPTED = 130  # Ctrl-C at a point where there is nothing to save: 128 + SIGINT
 
 
 def after_signal(signal: int) -> int:
-    """Returns the exit status of a command that a signal ended, as a shell gives it."""
+    """Returns the exit status of a command that was ended by a signal, as shells report it."""
     return 128 + signal
 
 
 class Ended(Exception):
-    """A sentence and the command's exit status. `everywhere`: said by every rank, as it may be true of one alone."""
+    """Ends a command with a sentence and an exit status.
+
+    everywhere: every rank prints the sentence, because it may concern only one of them.
+    """
 
     def __init__(self, text: str, status: ExitCode, *, everywhere: bool = False) -> None:
         super().__init__(text)
@@ -35,11 +41,11 @@ class Ended(Exception):
 
 
 class _Said(Exception):
-    """The exit status, when the sentence is out already."""
+    """Carries the exit status when the sentence has already been printed."""
 
 
 def ended(run: Callable[[Console], int]) -> int:
-    """Runs a command, which gets a console to speak on, and returns its exit status."""
+    """Runs a command with a console to print on, and returns its exit status."""
     try:
         return run(Console(quiet=_rank() > 0))
     except (UserError, Ended) as error:
@@ -56,7 +62,7 @@ def _rank() -> int:
 
 def _say(error: UserError | Ended) -> ExitCode:
     """Prints the sentence and returns the exit status."""
-    # Under torchrun there is one process for each GPU; what holds for all is said once.
+    # Under torchrun there is one process per GPU; what holds for all of them is printed once.
     if (rank := _rank()) == 0 or error.everywhere:
         who = f"rank {rank}: " if rank else ""
         errors = Console(stderr=True, soft_wrap=True)
@@ -66,9 +72,9 @@ def _say(error: UserError | Ended) -> ExitCode:
 
 @contextmanager
 def together(connection: AbstractContextManager[object]) -> Iterator[None]:
-    """Keeps the ranks connected for the length of a block, and says last words before a signal may end this one.
+    """Keeps the ranks connected inside a `with` block, and prints an error before a signal can end this process.
 
-    When a rank dies, torchrun ends the others at once, and they are the ones that know how to go on.
+    When a rank dies, torchrun immediately ends the others, and they are the ones that can say how to resume.
     """
     with connection, Stop():
         try:
@@ -80,7 +86,7 @@ def together(connection: AbstractContextManager[object]) -> Iterator[None]:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turns what a user or a machine can cause into a sentence; anything else keeps its traceback."""
+    """Turns errors that a user or a machine can cause into a sentence. Any other error keeps its traceback."""
     import torch
 
     from fastcssl.distributed.world import RankLost
@@ -88,7 +94,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RankLost as error:
-        raise Ended(f"{error} To go on, run the same command again.", ExitCode.FAILED) from None
+        raise Ended(f"{error} Run the same command again to resume.", ExitCode.FAILED) from None
     except Diverged as error:
         raise Ended(str(error), ExitCode.FAILED) from None
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,7 @@
-"""The names of fastcssl-train's flags, read from source text: a slip is told before torch is imported, in no time."""
+"""Reads the names of fastcssl-train's flags from source text.
+
+A misspelt flag is reported immediately, because torch need not be imported first.
+"""
 
 import ast
 import difflib
@@ -11,14 +14,14 @@ from pathlib import Path
 
 from fastcssl.errors import UserError
 
-_OWN = ("data", "out", "resume", "from", "seeds", "dry-run")  # those of no configuration
+_OWN = ("data", "out", "resume", "from", "seeds", "dry-run")  # flags that are not part of the configuration
 _CONFIG = "fastcssl.config.config"
 _PARTS = {"method": "fastcssl.learn.methods", "strategy": "fastcssl.learn.strategies"}
 _GROUPS = {"method": "fastcssl.methods", "strategy": "fastcssl.strategies"}
 
 
 def source_of(module: str) -> Path:
-    """Returns a module's file. Nothing is imported: the packages above a module would bring torch, and seconds."""
+    """Returns a module's file without importing anything, as its parent packages would import torch."""
     top, *rest = module.split(".")
     spec = find_spec(top)
     if spec is None or spec.origin is None:
@@ -28,7 +31,7 @@ def source_of(module: str) -> Path:
 
 
 def check_flags(words: Sequence[str], args: Sequence[str]) -> None:
-    """Raises a UserError for a flag that no configuration of these three words has."""
+    """Raises a UserError for a flag that does not exist for these three words."""
     known = flag_names(words[1], words[2])
     for arg in args:
         name = arg.partition("=")[0].removeprefix("--").replace("_", "-")
@@ -41,7 +44,7 @@ def check_flags(words: Sequence[str], args: Sequence[str]) -> None:
 
 
 def flag_names(method: str, strategy: str) -> list[str]:
-    """Returns the flags' names without dashes, or [] where a plug-in's source does not tell."""
+    """Returns the flags' names without dashes, or [] if they cannot be read from a plug-in's source."""
     try:
         keys = dict(_fields(_CONFIG, "Config", "", {"method": method, "strategy": strategy}))
     except (LookupError, OSError, SyntaxError):
@@ -53,7 +56,7 @@ def flag_names(method: str, strategy: str) -> list[str]:
 
 
 def _fields(module: str, name: str, prefix: str, words: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the dotted key and the annotation of every value of a dataclass, those of its parts included."""
+    """Yields the dotted key and the annotation of every field of a dataclass, including nested ones."""
     home, found = _class(module, name)
     for base in found.bases:
         yield from _fields(home, ast.unparse(base), prefix, words)
@@ -78,7 +81,7 @@ def _part_module(what: str, name: str) -> str:
 
 
 def _config_of(module: str) -> tuple[str, str]:
-    """Returns where the Config of the module's method or strategy is: a module, and the name of the class."""
+    """Returns the module and the class name of the Config that a method's or strategy's module uses."""
     for node in _tree(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("METHOD", "STRATEGY"):
             home, found = _class(module, ast.unparse(node.value))
@@ -88,12 +91,12 @@ def _config_of(module: str) -> tuple[str, str]:
                     value = getattr(line, "value", None)
                     if value is not None and targets[0] is not None and ast.unparse(targets[0]) == "Config":
                         return home, ast.unparse(value)
-                home, found = _class(home, ast.unparse(found.bases[0]))  # it has that of its base
-    raise LookupError(f"{module} does not say its Config")
+                home, found = _class(home, ast.unparse(found.bases[0]))  # inherited from its base
+    raise LookupError(f"{module} does not name its Config")
 
 
 def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """Returns a class of a module, or of the one that the module imports it from, and where it is."""
+    """Returns the module that defines a class, following imports, and the class itself."""
     for node in _tree(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return module, node

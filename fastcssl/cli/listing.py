@@ -1,4 +1,4 @@
-"""What `fastcssl-train --list` and `--help` show. Nothing here needs torch until a configuration is shown."""
+"""Renders `fastcssl-train --list` and `--help`. Nothing here imports torch until a configuration is shown."""
 
 import ast
 import dataclasses
@@ -25,7 +25,7 @@ PluginKind = Literal["methods", "strategies"]
 
 
 def catalogue(kind: PluginKind) -> dict[str, str]:
-    """Names of all methods or strategies, plug-ins included, each with the first line of its module's docstring."""
+    """Returns all methods or strategies, plug-ins included, each with the first line of its module's docstring."""
     package = f"fastcssl.learn.{kind}"
     modules = {info.name: f"{package}.{info.name}" for info in pkgutil.iter_modules([str(source_of(package).parent)])}
     modules |= {point.name: point.module for point in entry_points(group=f"fastcssl.{kind}")}
@@ -44,12 +44,13 @@ def _first_line(source: Path) -> str:
 
 
 def everything() -> RenderableType:
+    """Returns tables of all recipes, methods, strategies and ablations."""
     return Group(
         _named("recipe", {name: data.about for name, data in RECIPES.items()}),
         _named("method", catalogue("methods")),
         _named("strategy", catalogue("strategies")),
         _named("ablation", {name: item.shown for name, item in ABLATIONS.items()}),
-        Text.assemble((f"{PROG} --list RECIPE [METHOD STRATEGY]", "cyan"), " shows every value and its source."),
+        Text.assemble((f"{PROG} --list RECIPE [METHOD STRATEGY]", "cyan"), " shows every setting and its source."),
     )
 
 
@@ -63,7 +64,7 @@ def _named(what: str, about: Mapping[str, str]) -> Table:
 
 
 def values(words: Sequence[str], settings: str, found: Recipe) -> RenderableType:
-    """Every value of a recipe with its source; what is ours stands back."""
+    """Returns a table of every value of a recipe with its source. Our own choices are dimmed."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, collapse_padding=True)
     for heading in ("flag", "value", "source"):
         table.add_column(heading, overflow="fold")
@@ -75,13 +76,13 @@ def values(words: Sequence[str], settings: str, found: Recipe) -> RenderableType
             table.add_row(Text(flag_of(key)), Text(_plain(value), "cyan"), Text(source, style))
         table.add_section()
     note = {
-        "matched": "Settings: matched, alike for every strategy of a method. See --settings published.",
-        "published": "Settings: published, each strategy's authors' own. See --settings matched.",
+        "matched": "Settings: matched (the same for all strategies). See also --settings published.",
+        "published": "Settings: published (each strategy as its authors ran it). See also --settings matched.",
     }
     return Group(Text(" ".join(words), "bold"), table, Text(note[settings], "dim"))
 
 
-# How values are grouped, and under which heading.
+# The groups of values, with their headings.
 _GROUPS = {
     "": "the run",
     "optim": "optimiser",
@@ -89,7 +90,7 @@ _GROUPS = {
     "strategy": "strategy",
     "encoder": "encoder",
     "views": "views",
-    "expect": "the data it accepts",
+    "expect": "accepted data",
     "run": "this process",
 }
 
@@ -105,7 +106,7 @@ def _group(key: str) -> str:
 
 
 def flag_of(key: str) -> str:
-    """Of a dotted key. `run` is left out on the command line."""
+    """Returns the flag of a dotted key. The prefix `run.` is left out on the command line."""
     return f"--{key.removeprefix('run.').replace('_', '-')}"
 
 
@@ -119,29 +120,44 @@ def _plain(value: Any) -> str:
 
 # ---- --help ----------------------------------------------------------------------------------------------------------
 
-# The flags that most runs need. What belongs to a key is shown with the value that the recipe has.
+# The flags that most runs need: flag, placeholder, description and key. A flag with a key shows the recipe's value.
 COMMON = (
-    ("--data", "DIR", "what fastcssl-prep made: a folder or a manifest in it", None),
-    ("--out", "RUN", "where it is written, and found again to go on", None),
-    ("--epochs", "N", "a task", "epochs"),
-    ("--batch-size", "N", "images a step, over all processes", "batch_size"),
-    ("--optim.lr", "X", "learning rate for a batch of 256", "optim.lr"),
-    ("--seed", "N", "of weights, order and views", "seed"),
-    ("--seeds", "5,6,7", "several runs, in RUN/seed5 and so on, and their mean", None),
-    ("--settings", "matched", "alike for all strategies; published: their authors'", None),
+    ("--data", "DIR", "folder or manifest written by fastcssl-prep", None),
+    ("--out", "RUN", "folder of the run; an unfinished run in it is resumed", None),
+    ("--epochs", "N", "epochs per task", "epochs"),
+    ("--batch-size", "N", "images per step, over all processes", "batch_size"),
+    ("--optim.lr", "X", "learning rate for a batch of 256, scaled to yours", "optim.lr"),
+    ("--seed", "N", "random seed for weights, data order and views", "seed"),
+    ("--seeds", "5,6,7", "one run per seed, in RUN/seed5 etc., and their mean", None),
+    (
+        "--settings",
+        "matched",
+        "matched: the same for all strategies; published: each strategy as its authors ran it",
+        None,
+    ),
     ("--loader", "NAME", "auto, native, resident, ffcv, dali, torchvision", "loader"),
-    ("--online-probe", "every=E", "every E epochs and after each task; every=E,parity", "online_probe"),
-    ("--stop-after-task", "K", "counted from 0; the same command without it goes on", "run.stop_after_task"),
-    ("--only-task", "I", "train this one alone", "only_task"),
-    ("--from", "RUN@K", "begin where RUN stood after task K, in any strategy", None),
-    ("--resume", "auto", "from the last checkpoint; never: start over", None),
-    ("--checkpoint-minutes", "M", "between two checkpoints", "run.checkpoint_minutes"),
-    ("--dry-run", "", "only say what it takes: steps, memory, disk, time", None),
+    (
+        "--online-probe",
+        "every=E",
+        "off, or probe every E epochs and after each task; every=E,parity: as the reference code does",
+        "online_probe",
+    ),
+    (
+        "--stop-after-task",
+        "K",
+        "stop after task K, counted from 0; the same command without this flag continues",
+        "run.stop_after_task",
+    ),
+    ("--only-task", "I", "train only task I, counted from 0", "only_task"),
+    ("--from", "RUN@K", "start with RUN's state after task K, in any strategy", None),
+    ("--resume", "auto", "auto: from the last checkpoint; never: start over", None),
+    ("--checkpoint-minutes", "M", "minutes between checkpoints", "run.checkpoint_minutes"),
+    ("--dry-run", "", "only estimate steps, memory, disk space and time", None),
 )
 
 
 def usage(words: Sequence[str] = ()) -> RenderableType:
-    """Before the three words are there."""
+    """Returns the help page for a command line on which some of the three words are missing."""
     known: list[tuple[str, Iterable[str]]] = [
         ("RECIPE", RECIPES),
         ("METHOD", catalogue("methods")),
@@ -156,24 +172,25 @@ def usage(words: Sequence[str] = ()) -> RenderableType:
         Text.assemble(("usage: ", "bold"), f"{sentence} --data DIR [--out RUN] [FLAGS]"),
         Text(f"       {PROG} --list [RECIPE [METHOD STRATEGY]]"),
         Text(f"       {PROG} status RUN"),
-        Text("\nTrains an encoder task after task. Stop it anywhere: the same command goes on.\n"),
+        Text("\nTrains an encoder on one task after another, on data that fastcssl-prep wrote."),
+        Text("If it is interrupted, run the same command again to resume.\n"),
         rows,
-        Text(f"\n{PROG} demo moco pnr --help shows the flags, --list what the words mean.", "dim"),
+        Text(f"\n{PROG} demo moco pnr --help lists all flags; --list explains the names.", "dim"),
     )
 
 
 def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
-    """With the three words: the common flags, then every other value, by groups."""
+    """Returns the help page for the three words: the common flags, then all others in groups."""
     config, about_of = dict(flat(found.config)), dict(_comments(found.config))
     common = grid()
     for flag, metavar, about, key in COMMON:
         value = config[key] if key else None
-        text = f"{about} ({out})" if flag == "--out" else about
+        text = f"{about}; by default {out}" if flag == "--out" else about
         common.add_row(_flag(flag, metavar if value is None else _plain(value)), Text(text))
     parts: list[RenderableType] = [
         Text.assemble(("usage: ", "bold"), " ".join((PROG, *words)), " --data DIR [--out RUN] [FLAGS]\n"),
         common,
-        Text("\nEverything else, as this recipe has it. --list says where each value comes from.", "dim"),
+        Text("\nAll other flags, with this recipe's values. --list shows their sources.", "dim"),
     ]
     shown = {key for *_, key in COMMON}
     for heading, keys in _groups(found):
@@ -190,7 +207,7 @@ def _flag(flag: str, value: str) -> Text:
 
 
 def _comments(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """For every value: its choices, and what its line in the source says."""
+    """Yields every key with its choices and the comment on its line in the source."""
     kind = type(config)
     hints = typing.get_type_hints(kind)
     source = "".join(inspect.getsource(base) for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base))

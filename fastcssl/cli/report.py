@@ -1,4 +1,4 @@
-"""fastcssl-report RUN [RUN...] [--out DIR]: tables and pictures of runs, as one page and in the terminal."""
+"""fastcssl-report RUN [RUN...] [--out DIR]: shows runs as tables and figures, on one page and in the terminal."""
 
 import sys
 from dataclasses import dataclass
@@ -18,19 +18,25 @@ PROG = "fastcssl-report"
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Draws runs: accuracies after each task, A, S and P beside the published values, training, speed, configuration.
+    """Summarises runs on one HTML page and in the terminal.
 
-    A run is a folder of fastcssl-train, or a folder of several seeds. What fastcssl-eval has found is read from it; a
-    run that was not evaluated shows its training. The page needs nothing but itself; each picture is a PNG file too.
+    The page shows the accuracies after each task, the metrics A, S and P beside the published values, the training
+    curves, the speed and the configuration. Accuracies come from fastcssl-eval; a run that was not evaluated shows only
+    its training. The page is a single file; every figure is also saved as a PNG file.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Flag("folders that fastcssl-train wrote", "RUN")] = ()
+    runs: Annotated[
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        Flag("a folder written by fastcssl-train, or a folder of several seeds", "RUN"),
+    ] = ()
     out: Annotated[
-        Path | None, Flag("for the page and its pictures; by default RUN/report, or ./report for several runs", "DIR")
+        Path | None, Flag("folder for the page and figures; by default RUN/report, or ./report for several runs", "DIR")
     ] = None
 
 
 def main(args: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
     return ended(lambda console: _run(sys.argv[1:] if args is None else list(args), console))
 
 
@@ -41,12 +47,12 @@ def _run(words: list[str], console: Console) -> int:
     options = tyro.cli(ReportOptions, prog=PROG, args=words)
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")
-    # Here, as drawing takes a second to load and --help need not wait for it.
+    # Imported here because matplotlib takes a second to load, and --help need not wait for it.
     from fastcssl.report import report_runs
     from fastcssl.report.summary import summary
 
     found = report_runs(options.runs, options.out)
-    if not console.is_terminal:  # a log has no edge to keep to
+    if not console.is_terminal:  # a log file has no fixed width
         console = Console(file=console.file, width=max(console.width, 160))
     console.print(summary(found))
     return ExitCode.OK

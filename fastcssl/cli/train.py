@@ -1,4 +1,4 @@
-"""fastcssl-train RECIPE METHOD STRATEGY --data DIR: trains. Also --list, --dry-run, and status RUN."""
+"""fastcssl-train RECIPE METHOD STRATEGY --data DIR: trains an encoder. Also --list, --dry-run and status RUN."""
 
 import dataclasses
 import statistics
@@ -25,13 +25,13 @@ from fastcssl.runs.display import PROBE_NAMES
 if TYPE_CHECKING:
     from fastcssl.train.session import Outcome
 
-_LISTED = ("moco", "pnr")  # when --list names a recipe alone
+_LISTED = ("moco", "pnr")  # what --list shows for a recipe without method and strategy
 _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What a command is told that is no part of a configuration."""
+    """Options that are not part of the configuration."""
 
     data: Path | None = None
     out: Path | None = None
@@ -42,6 +42,7 @@ class TrainOptions:
 
 
 def main(args: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
     return ended(lambda console: _run(sys.argv[1:] if args is None else list(args), console))
 
 
@@ -77,7 +78,7 @@ def _run(args: list[str], console: Console) -> int:
 
 
 def _settings(args: list[str]) -> tuple[Settings, list[str]]:
-    """--settings decides what all others default to, so it is read first."""
+    """Returns the value of --settings and the other arguments. It is read first: other defaults depend on it."""
     settings: Settings = "matched"
     rest: list[str] = []
     words = iter(args)
@@ -88,14 +89,17 @@ def _settings(args: list[str]) -> tuple[Settings, list[str]]:
             continue
         word = value if equals else next(words, "")
         if word not in get_args(Settings):
-            raise UserError(f"--settings {word or 'needs a name'}. {nearest(word, get_args(Settings))}")
+            problem = f"{word!r} does not exist" if word else "needs a name"
+            raise UserError(f"--settings {problem}. {nearest(word, get_args(Settings))}")
         settings = word  # type: ignore[assignment]
     return settings, rest
 
 
 def _check_words(words: Sequence[str]) -> None:
     if len(words) > 3:
-        raise UserError(f"{words[3]!r} is a fourth word; after RECIPE METHOD STRATEGY come flags, such as --data DIR.")
+        raise UserError(
+            f"{words[3]!r} is a fourth word; only flags may follow RECIPE METHOD STRATEGY, such as --data DIR."
+        )
     for word, (what, names) in zip(words, _known(), strict=False):
         if word not in names:
             raise UserError(f"There is no {what} {word!r}. {nearest(word, names)}")
@@ -110,15 +114,15 @@ def _known() -> tuple[tuple[str, list[str]], ...]:
 
 
 def _missing(words: Sequence[str]) -> str:
-    text = "; ".join(f"{what.upper()} is {', '.join(names)}" for what, names in _known()[len(words) :])
-    return f"The command begins with {PROG} RECIPE METHOD STRATEGY, then come flags. {text}. See {PROG} --help."
+    text = "; ".join(f"{what.upper()} is one of {', '.join(names)}" for what, names in _known()[len(words) :])
+    return f"The command begins with {PROG} RECIPE METHOD STRATEGY, followed by flags. {text}. See {PROG} --help."
 
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------
 
 
 def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool = True) -> tuple[TrainOptions, Recipe]:
-    """The recipe with what the flags change. Exits, by tyro, where a flag is not understood."""
+    """Returns the options and the recipe as changed by the flags. Tyro exits if it does not understand a flag."""
     from fastcssl.config.config import Config
     from fastcssl.learn import methods, strategies
 
@@ -147,7 +151,7 @@ def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool
 
 
 def _switched(args: Sequence[str], found: Recipe) -> Iterator[str]:
-    """`--strategy.pn1 off` in tyro's words, which are `--strategy.no-pn1`."""
+    """Yields the arguments as tyro expects them: `--strategy.no-pn1` instead of `--strategy.pn1 off`."""
     switches = {flag_of(key) for key, value in flat(found.config) if isinstance(value, bool)}
     words = iter(args)
     arg = next(words, None)
@@ -158,7 +162,7 @@ def _switched(args: Sequence[str], found: Recipe) -> Iterator[str]:
         word = value if equals else "" if following is None or following.startswith("-") else following
         state = _SWITCH.get(word.lower()) if flag in switches else None
         if flag in switches and word and state is None:
-            raise UserError(f"{flag} {word}: say on or off.")
+            raise UserError(f"{flag} {word}: use on or off.")
         if state is None:
             yield arg
         else:
@@ -170,17 +174,17 @@ def _switched(args: Sequence[str], found: Recipe) -> Iterator[str]:
 
 
 def _seeds(options: TrainOptions, args: Sequence[str]) -> tuple[int, ...]:
-    """() unless --seeds is given."""
+    """Returns the numbers of --seeds, or () if it is not given."""
     if options.seeds is None:
         return ()
     if any(arg.partition("=")[0] == "--seed" for arg in args):
-        raise UserError("--seed and --seeds exclude each other. Leave one out.")
+        raise UserError("--seed and --seeds exclude each other. Give only one of them.")
     parts = [part.strip() for part in options.seeds.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise UserError(f"--seeds {options.seeds!r}: give numbers with commas, such as --seeds 5,6,7.")
+        raise UserError(f"--seeds {options.seeds!r}: give numbers separated by commas, such as --seeds 5,6,7.")
     seeds = tuple(map(int, parts))
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds {options.seeds}: a seed is there twice. Name each once.")
+        raise UserError(f"--seeds {options.seeds}: a seed occurs twice. Give each seed once.")
     return seeds
 
 
@@ -188,7 +192,7 @@ def _default_out(words: Sequence[str], seed: int | None) -> Path:
     return Path("runs", "-".join(words) + ("" if seed is None else f"-seed{seed}"))
 
 
-# ---- What is done ----------------------------------------------------------------------------------------------------
+# ---- Actions ---------------------------------------------------------------------------------------------------------
 
 
 def _status(args: list[str], console: Console) -> int:
@@ -199,7 +203,7 @@ def _status(args: list[str], console: Console) -> int:
         console.print(f"usage: {PROG} status RUN", markup=False)
         return ExitCode.OK if args in (["-h"], ["--help"]) else ExitCode.MISTAKE
     folder = Path(args[0])
-    # Of several seeds each is a run of its own.
+    # With several seeds, each is a run of its own.
     own = RunFolder(folder).status
     seeds = [] if own.exists() else sorted(path.parent for path in folder.glob(f"seed*/{own.name}"))
     for run in seeds or [folder]:
@@ -216,7 +220,7 @@ def _with_options(
         data = RECIPES[words[0]]
         where = "" if data.source == "synthetic" else ":ROOT"
         raise UserError(
-            f"--data is missing: give a folder that fastcssl-prep made. For this recipe: fastcssl-prep build "
+            f"--data is missing. Give a folder written by fastcssl-prep; for this recipe: fastcssl-prep build "
             f"{data.source}{where} --scenario {data.scenario} --tasks {data.num_tasks} --out DIR."
         )
     with explained():
@@ -249,7 +253,7 @@ def _train(
 
 
 def over_seeds(outcomes: "Sequence[Outcome]") -> RenderableType | None:
-    """Mean and standard deviation of what was probed after each task; None if nothing was."""
+    """Returns a table of the probes' mean and standard deviation after each task, or None without probes."""
     names = list(dict.fromkeys(name for outcome in outcomes for task in outcome.tasks for name in task.accuracy))
     if not names:
         return None

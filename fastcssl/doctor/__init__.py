@@ -1,8 +1,8 @@
-"""What fastcssl-doctor looks at. Every look is a function that returns findings; it never raises.
+"""The checks of fastcssl-doctor. A check is a function that returns one or more findings, each with a status:
 
-ok       it is as it should be
-note     nothing is wrong, but something is absent or could be better; the remedy says what to do if it is wanted
-failed   something is broken; the remedy says what to do about it
+ok       everything is as it should be
+note     nothing is wrong, but something is missing or could be better; the remedy says how to get it
+failed   something is broken; the remedy says how to fix it
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +14,8 @@ FindingStatus = Literal["ok", "note", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """One result of a check. A failure must have a remedy."""
+
     name: str
     status: FindingStatus
     text: str  # a sentence, or a few words
@@ -21,12 +23,12 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.status == "failed" and not self.remedy:
-            raise ValueError(f"the failure of {self.name!r} has no remedy: say what to do about it.")
+            raise ValueError(f"the failure of {self.name!r} has no remedy. Say how to fix it.")
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Findings about one thing."""
+    """The findings about one subject, under a title."""
 
     title: str
     findings: tuple[Finding, ...]
@@ -50,11 +52,11 @@ def failed(name: str, text: str, remedy: str) -> Finding:
 REINSTALL = (
     "Reinstall with a C++ compiler and libjpeg-dev: pip install --no-build-isolation --force-reinstall fastcssl."
 )
-REPORT_IT = "This should not happen: please report it, with the output of fastcssl-doctor --json."
+REPORT_IT = "This should not happen. Please report it with the output of fastcssl-doctor --json."
 
 
 def run_checks(title: str, checks: Iterable[tuple[str, Callable[[], Finding | Iterable[Finding]]]]) -> Section:
-    """Returns what the looks found; one that raises is a failure of what it looked at, not of the doctor."""
+    """Runs checks and returns their findings. A check that raises counts as failed; the others still run."""
     findings: list[Finding] = []
     for name, function in checks:
         try:
@@ -62,5 +64,5 @@ def run_checks(title: str, checks: Iterable[tuple[str, Callable[[], Finding | It
             findings += [found] if isinstance(found, Finding) else list(found)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or "no message"
-            findings.append(failed(name, f"looking at it raised {type(error).__name__}: {reason}", REPORT_IT))
+            findings.append(failed(name, f"this check raised {type(error).__name__}: {reason}", REPORT_IT))
     return Section(title, tuple(findings))

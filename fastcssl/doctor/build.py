@@ -1,4 +1,4 @@
-"""What was compiled: the codec, the engine, the operators, and for which processors and cards."""
+"""Checks the compiled parts: the codec, the engine and the operators, and which CPUs and GPUs they were built for."""
 
 import importlib
 import os
@@ -35,7 +35,7 @@ def _import(name: str) -> ModuleType | str:
 
 
 def codec() -> Finding:
-    """Decodes and encodes JPEGs by libjpeg."""
+    """Checks that dataprep's codec loads and that libjpeg encodes an image."""
     module = _import("dataprep._codec")
     if isinstance(module, str):
         return failed("codec", f"dataprep._codec does not load: {module}", REINSTALL)
@@ -45,12 +45,12 @@ def codec() -> Finding:
     jpeg = module.encode(image, 90)
     library = _libjpeg(Path(module.__file__ or ""))
     if jpeg[:2] != b"\xff\xd8":
-        return failed("codec", "libjpeg encodes something that is no JPEG", REINSTALL)
-    return ok("codec", f"libjpeg {library}, resize by {module.instruction_set()}")
+        return failed("codec", "what libjpeg encodes is not a JPEG", REINSTALL)
+    return ok("codec", f"libjpeg {library}; resizing uses {module.instruction_set()}")
 
 
 def _libjpeg(extension: Path) -> str:
-    """Returns which file it came from, as far as the system tells."""
+    """Returns which file libjpeg was loaded from, if the system reports it."""
     maps = Path("/proc/self/maps")
     if maps.exists():
         for line in maps.read_text().splitlines():
@@ -60,27 +60,29 @@ def _libjpeg(extension: Path) -> str:
 
 
 def engine() -> Finding:
+    """Checks that the native loader's engine loads."""
     module = _import("fastcssl.data._native")
     if isinstance(module, str):
         return failed("engine", f"fastcssl.data._native does not load: {module}", REINSTALL)
-    return ok("engine", f"the native loader is there; its photometry runs on {module.photometric_isa()}")
+    return ok("engine", f"the native loader is available; its photometry uses {module.photometric_isa()}")
 
 
 def operators() -> Finding:
+    """Checks that the compiled torch operators load."""
     missing = ops.missing("cpu") or ops.missing("cpu", "info_nce_sweep")
     if missing:
         return failed("operators", missing, REINSTALL)
     devices = [device for device in ("cpu", "cuda") if ops.missing(device) is None]
-    isas = f"photometry runs on {ops.photometric_isa()}, the contrastive sweep on {ops.info_nce_isa()}"
-    return ok("operators", f"for {' and '.join(devices)}; on this CPU {isas}")
+    isas = f"photometry uses {ops.photometric_isa()}, the contrastive loss {ops.info_nce_isa()}"
+    return ok("operators", f"available for {' and '.join(devices)}; on this CPU, {isas}")
 
 
 def compiler() -> Finding:
-    """Says what would build it again here, and what torch.compile would use."""
+    """Reports which compiler built fastcssl, and which one is here for a rebuild or for torch.compile."""
     module = _import("fastcssl.data._native")
-    # setup.py's flags; kernels come in three versions, and the CPU's own is chosen when they run.
+    # The flags are those of setup.py. Kernels come in three versions; the CPU's own is chosen at run time.
     built_by = (
-        f"built by GCC or Clang {module.compiler}, -O3, for portable, AVX2 and AVX-512 at once"
+        f"built with GCC or Clang {module.compiler} and -O3, with portable, AVX2 and AVX-512 code"
         if not isinstance(module, str)
         else "not built"
     )
@@ -89,13 +91,14 @@ def compiler() -> Finding:
         return note(
             "compiler",
             f"{built_by}; no C++ compiler on PATH",
-            "Only needed to build from source or for torch.compile on the CPU: apt-get install g++.",
+            "It is only needed to build from source and for torch.compile on the CPU: apt-get install g++.",
         )
     version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout.partition("\n")[0]
-    return ok("compiler", f"{built_by}; here: {version}")
+    return ok("compiler", f"{built_by}; on PATH: {version}")
 
 
 def cuda_build() -> Iterator[Finding]:
+    """Checks that fastcssl was built with CUDA if there is a GPU, and with torch's version of CUDA."""
     module = _import("fastcssl.data._native")
     if isinstance(module, str):
         return
@@ -107,14 +110,14 @@ def cuda_build() -> Iterator[Finding]:
         else:
             yield note("CUDA build", "built without CUDA", remedy)
         return
-    yield ok("CUDA build", f"toolkit {status['toolkit']}, for {_named(status['architectures'])} and later by PTX")
+    yield ok("CUDA build", f"toolkit {status['toolkit']}, for {_named(status['architectures'])}; later GPUs use PTX")
     if torch.version.cuda is not None:
         mine, theirs = status["toolkit"].partition(".")[0], torch.version.cuda.partition(".")[0]
         if mine != theirs:
             yield note(
                 "CUDA versions",
                 f"fastcssl was built with CUDA {status['toolkit']}, torch with {torch.version.cuda}",
-                f"They may differ, each has its own run-time; if something fails, build with CUDA {theirs}.",
+                f"They may differ, because each has its own runtime. If something fails, build with CUDA {theirs}.",
             )
 
 

@@ -1,4 +1,4 @@
-"""Every look of the doctor, in order."""
+"""All checks of the doctor, in order."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,19 +9,20 @@ from fastcssl.doctor import REINSTALL, Section, failed, gpus, machine, packages
 
 
 def diagnose(data: Path | str | None = None, *, full: bool = False) -> list[Section]:
-    """Returns what machine, build, packages and cards can do, as `fastcssl-doctor` says it; nothing is raised.
+    """Checks machine, build, packages and GPUs like `fastcssl-doctor`, and returns the findings. It does not raise.
 
-    data: a folder whose disk is timed. full: also run tests/gpu, from a clone: minutes.
+    data: a folder whose reading speed is measured. full: also run tests/gpu, which takes minutes and needs a clone of
+    the repository.
     """
     return [check() for _, check in checks(None if data is None else Path(data), full=full)]
 
 
 def checks(data: Path | None = None, *, full: bool = False) -> Iterator[tuple[str, Callable[[], Section]]]:
-    """Titles, and the functions that look."""
+    """Yields a title for progress and the function that runs the check."""
     yield "machine", lambda: machine.machine(data)
     try:
         from fastcssl.doctor import build, operators, races, timings
-    except (ImportError, OSError) as error:  # what those look at cannot even be loaded
+    except (ImportError, OSError) as error:  # importing these loads the compiled libraries
         reason = str(error).partition("\n")[0]
         broken = failed("operators", f"fastcssl's compiled part does not load: {reason}", REINSTALL)
         yield "build", lambda: Section("Build", (broken,))

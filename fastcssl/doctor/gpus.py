@@ -1,4 +1,4 @@
-"""The cards, and whether this build has code for them."""
+"""Checks the GPUs, and whether this build has code for them."""
 
 import shutil
 import subprocess
@@ -15,6 +15,7 @@ def gpus() -> Section:
 
 
 def cards() -> Iterator[Finding]:
+    """Yields one finding per GPU, and one if GPUs cannot read each other's memory."""
     if not torch.cuda.is_available():
         yield _none()
         return
@@ -24,7 +25,7 @@ def cards() -> Iterator[Finding]:
         name = f"GPU {number}"
         text = f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 1e9:.0f} GB"
         if about.major < 8:
-            yield note(name, text, "The fused kernels want compute capability 8.0; this card uses plain torch.")
+            yield note(name, text, "The fused kernels need compute capability 8.0; this GPU uses plain torch.")
         elif built and not any(_runs(code, about.major, about.minor) for code in built):
             remedy = f"Reinstall with TORCH_CUDA_ARCH_LIST='{about.major}.{about.minor}' FASTCSSL_CUDA=1."
             yield failed(name, f"{text}; this build is for sm_{', sm_'.join(built)} only", remedy)
@@ -41,29 +42,29 @@ def cards() -> Iterator[Finding]:
             yield note(
                 "GPU to GPU",
                 f"{len(peers)} pairs of GPUs cannot read each other's memory",
-                "Ranks then speak through the host, more slowly; if NCCL hangs, try NCCL_P2P_DISABLE=1.",
+                "Ranks communicate through the host, which is slower. If NCCL hangs, try NCCL_P2P_DISABLE=1.",
             )
 
 
 def _none() -> Finding:
     if torch.version.cuda is None:
-        return note("GPUs", "this torch is a CPU build", "For a GPU: pip install torch from the ordinary index.")
+        return note("GPUs", "this torch is a CPU build", "To use a GPU, install torch from the default package index.")
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return note("GPUs", "none here: no NVIDIA driver; everything runs on the CPU", "")
+        return note("GPUs", "none: no NVIDIA driver was found; everything runs on the CPU", "")
     done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30)
     if done.returncode or "GPU" not in done.stdout:
         said = (done.stdout + done.stderr).strip().partition("\n")[0]
         return failed("GPUs", f"nvidia-smi says: {said}", "Load or reinstall the NVIDIA driver, then reboot.")
     return failed(
         "GPUs",
-        "nvidia-smi shows a card, but torch cannot use it",
+        "nvidia-smi shows a GPU, but torch cannot use it",
         f"Install a driver for CUDA {torch.version.cuda} or later; in Docker, run with --gpus all.",
     )
 
 
 def _built_for() -> list[str]:
-    """Architectures in the operators' library; empty when unknown."""
+    """Returns the architectures that the build has code for; empty if unknown."""
     try:
         from fastcssl.data import _native
     except ImportError:
@@ -73,6 +74,6 @@ def _built_for() -> list[str]:
 
 
 def _runs(code: str, major: int, minor: int) -> bool:
-    """Returns whether code runs on a card: on later minor versions of its major one and, by PTX, on later majors."""
+    """Returns whether code runs on a GPU: one of its major version and not older or, through PTX, a later major."""
     number = int(code.rstrip("af"))
     return (number // 10 == major and number % 10 <= minor) or number // 10 < major

@@ -1,4 +1,4 @@
-"""The compiled operators against plain torch and float64, on the CPU or a card: loss, gradients, rings, photometry."""
+"""Compares the compiled operators with plain torch and float64, on the CPU or a GPU."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from fastcssl.doctor import REPORT_IT, Finding, Section, failed, note, ok, peers
 from fastcssl.doctor.peers import Errors
 from fastcssl.learn.memory import Bank
 
-# Rows, width, banks: one that fills no tile, one of many tiles, one row, and a bank smaller than the batch.
+# Rows, width and banks: tiles that are not full, many full tiles, a single row, and a bank smaller than the batch.
 SHAPES = ((252, 128, (5000, 333)), (64, 64, (4096, 0)), (1, 256, (77,)), (96, 128, (40, 1000)))
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 TEMPERATURES = (0.05, 0.2, 1.0)
@@ -20,10 +20,10 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def operators(device: str) -> Section:
     place = "this CPU" if device == "cpu" else torch.cuda.get_device_name()
     missing = ops.missing(device) or ops.missing(device, "info_nce_sweep")
-    if missing and device == "cpu":  # the build's section has said so
+    if missing and device == "cpu":  # the section "Build" has reported it
         return Section(f"Operators on {place}", (note("operators", f"not checked: {missing}"),))
     if missing:
-        remedy = "Reinstall with nvcc on PATH and FASTCSSL_CUDA=1; until then the card runs plain torch."
+        remedy = "Reinstall with nvcc on PATH and FASTCSSL_CUDA=1. Until then the GPU runs plain torch."
         return Section(f"Operators on {place}", (failed("operators", missing, remedy),))
     return run_checks(
         f"Operators on {place}",
@@ -36,8 +36,8 @@ def operators(device: str) -> Section:
 
 
 def contrastive(device: str) -> Iterator[Finding]:
-    """Values and gradients within the budget: twice plain torch's error and 1e-5, against float64."""
-    before = torch.get_float32_matmul_precision()  # "high" lets a card's tensor cores round float32
+    """Checks that the loss and its gradient stay within the error budget: twice plain torch's error plus 1e-5."""
+    before = torch.get_float32_matmul_precision()  # "high" lets the GPU's tensor cores round float32
     torch.set_float32_matmul_precision("highest")
     try:
         for dtype in TYPES:
@@ -64,17 +64,17 @@ def contrastive(device: str) -> Iterator[Finding]:
             if worst > 1:
                 yield failed(
                     name,
-                    f"its error is {worst:.1f} times what is allowed, at {where}",
-                    f"Until it is mended, move {library()} away: plain torch takes its place. {REPORT_IT}",
+                    f"its error is {worst:.1f} times the allowed error, at {where}",
+                    f"Until this is fixed, move {library()} away; plain torch is used instead. {REPORT_IT}",
                 )
             else:
-                yield ok(name, f"{count} shapes; at most {worst:.0%} of the error budget, values and gradients")
+                yield ok(name, f"{count} cases; values and gradients use at most {worst:.0%} of the error budget")
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 def enqueue(device: str) -> Finding:
-    """Rings as Bank.push writes them: around the end, more keys than rows, in all types."""
+    """Checks that keys are written to a bank as Bank.push does, also past its end and with more keys than rows."""
     generator = torch.Generator().manual_seed(0)
     for dtype in TYPES:
         for size, dim, counts in ((40, 64, (16, 16, 16, 3)), (7, 128, (20, 1)), (256, 128, (256, 100, 200))):
@@ -88,16 +88,18 @@ def enqueue(device: str) -> Finding:
             step = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
             if not same or not torch.allclose(plain.rows_KD.float(), ring.rows_KD.cpu().float(), atol=step, rtol=0):
                 return failed(
-                    "enqueue", f"a ring of {size} {dtype} rows of {dim} differs from plain torch's", REPORT_IT
+                    "enqueue", f"a bank of {size} {dtype} rows of {dim} differs from plain torch's", REPORT_IT
                 )
-    return ok("enqueue", "9 rings as plain torch writes them, around their ends and past their size")
+    return ok("enqueue", "9 banks match plain torch, also when keys wrap around or outnumber the rows")
 
 
 def library() -> str:
+    """Returns the path of the operators' library."""
     return str(ops._PATH or "fastcssl/ops/_ops*.so")
 
 
 def photometry(device: str) -> Finding:
+    """Checks that the photometric augmentations give plain torch's pixels."""
     generator = torch.Generator().manual_seed(0)
     crops = torch.randint(0, 256, (24, 37, 41, 3), generator=generator, dtype=torch.uint8)
     columns = torch.tensor(NEUTRAL).repeat(24, 1)
@@ -113,4 +115,4 @@ def photometry(device: str) -> Finding:
     worst = float((found - expected).abs().max() * min(STD) * 255)
     if not worst <= 0.06:
         return failed("photometry", f"it is off by {worst:.2f} grey levels", f"Use --augment torch. {REPORT_IT}")
-    return ok("photometry", f"24 images, all orders; within {worst:.3f} grey levels of plain torch")
+    return ok("photometry", f"24 images, in all orders of the jitter; within {worst:.3f} grey levels of plain torch")

@@ -1,4 +1,4 @@
-"""Packages: those that fastcssl needs, and those that only some runs want."""
+"""Checks the packages that fastcssl needs, and those that only some options need."""
 
 import importlib
 import importlib.metadata
@@ -15,12 +15,14 @@ NEEDED = ("torch", "torchvision", "numpy", "pillow", "safetensors", "rich", "tyr
 
 
 class Optional(NamedTuple):
+    """A package that only some options need."""
+
     name: str  # as shown
     distribution: str
     module: str
     is_for: str
     install: str
-    is_native: bool = False  # loads libraries that may not fit this system
+    is_native: bool = False  # it loads libraries that may not work on this system
 
 
 OPTIONAL = (
@@ -28,7 +30,7 @@ OPTIONAL = (
              "pkg-config, then pip install 'fastcssl[ffcv]'", is_native=True),
     Optional("DALI", "nvidia-dali-cuda130", "nvidia.dali", "--loader dali", "pip install 'fastcssl[dali]'",
              is_native=True),
-    Optional("timm", "timm", "timm", "encoders of timm", "pip install 'fastcssl[timm]'"),
+    Optional("timm", "timm", "timm", "timm encoders", "pip install 'fastcssl[timm]'"),
     Optional("TensorBoard", "tensorboard", "tensorboard", "--tensorboard", "pip install tensorboard"),
 )  # fmt: skip
 
@@ -56,10 +58,10 @@ def needed() -> Finding:
 def optional(package: Optional) -> Finding:
     version = _version(package.distribution)
     if version is None and not _is_there(package.module):
-        return note(package.name, f"not installed; {package.is_for} needs it", f"If wanted: {package.install}.")
+        return note(package.name, f"not installed; needed for {package.is_for}", f"To install it: {package.install}.")
     if not package.is_native:
-        return ok(package.name, f"{version or 'some version'}; for {package.is_for}")
-    # In a process of its own: what it loads can take the interpreter down with it.
+        return ok(package.name, f"{version or 'unknown version'}; for {package.is_for}")
+    # Imported in a process of its own, because a broken library can crash the interpreter.
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"import {package.module}"], capture_output=True, text=True, timeout=120
     )
@@ -68,11 +70,11 @@ def optional(package: Optional) -> Finding:
         return failed(
             package.name, f"installed, but importing it gave {lines[-1]}", f"Reinstall it: {package.install}."
         )
-    return ok(package.name, f"{version or 'some version'}; for {package.is_for}")
+    return ok(package.name, f"{version or 'unknown version'}; for {package.is_for}")
 
 
 def apex() -> Finding:
-    """Looks for apex: only its fused SGD is of use, and PyPI's package of that name is another."""
+    """Checks NVIDIA's apex, of which only FusedSGD is used. The package apex on PyPI is something else."""
     build = "build github.com/NVIDIA/apex with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation ."
     if not _is_there("apex"):
         return note("apex", "not installed; torch's optimisers are used", f"For --optim.implementation apex: {build}")
@@ -81,16 +83,20 @@ def apex() -> Finding:
         importlib.import_module("amp_C")
     except Exception as error:
         return failed("apex", f"installed, but FusedSGD is not usable ({error})", f"pip uninstall apex, then {build}")
-    return ok("apex", "FusedSGD is there, for --optim.implementation apex")
+    return ok("apex", "FusedSGD is available; for --optim.implementation apex")
 
 
 def nccl() -> Finding:
     if not torch.distributed.is_available():
         return note(
-            "NCCL", "this torch has no distributed package", "Install torch from the ordinary index for several GPUs."
+            "NCCL",
+            "this torch has no distributed package",
+            "For several GPUs, install torch from the default package index.",
         )
     if not torch.distributed.is_nccl_available():
-        return note("NCCL", "this torch was built without it; ranks speak gloo", "Only several GPUs need it.")
+        return note(
+            "NCCL", "this torch was built without it; ranks communicate through gloo", "Only several GPUs need NCCL."
+        )
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return ok("NCCL", ".".join(map(str, version)) if isinstance(version, tuple) else str(version))
 
@@ -105,5 +111,5 @@ def _version(distribution: str) -> str | None:
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # a parent package is missing
         return False

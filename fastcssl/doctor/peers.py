@@ -1,6 +1,6 @@
-"""The contrastive loss and its gradient, as others compute them: whom our operator is compared with and timed against.
+"""Other implementations of the contrastive loss and its gradient, to compare our operator with.
 
-Each contender takes a Problem and returns (loss_N, d sum(loss) / d query), positives in the denominator.
+Each contender takes a Problem and returns (loss_N, d sum(loss) / d query). The denominator includes the positives.
 """
 
 import math
@@ -19,6 +19,8 @@ CHUNKS = (512, 1024, 2048, 4096)
 
 
 class Problem(NamedTuple):
+    """The inputs of a contrastive loss."""
+
     query_ND: Tensor
     positive_ND: Tensor
     banks: tuple[Tensor, ...]
@@ -30,7 +32,7 @@ class Problem(NamedTuple):
 
     @property
     def flop(self) -> int:
-        """Returns the operations of the two products without which there is neither loss nor gradient."""
+        """Returns the operations of the two matrix products that loss and gradient need at least."""
         return 4 * self.query_ND.shape[0] * self.num_keys * self.query_ND.shape[1]
 
 
@@ -48,7 +50,7 @@ def problem(
     num_clusters: int = 0,
     seed: int = 0,
 ) -> Problem:
-    """Returns unit vectors: in all directions, or around a few centres, as those of a trained network are."""
+    """Returns random unit vectors: in all directions, or in clusters like the embeddings of a trained network."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(count: int) -> Tensor:
@@ -76,7 +78,7 @@ def _with_gradient(loss: Callable[[Tensor, Problem], Tensor]) -> Contender:
 
 
 def _moco(query_ND: Tensor, given: Problem) -> Tensor:
-    """As MoCo's code does it: the positive's logit before those of a copy of the bank, then cross-entropy."""
+    """Computes it as MoCo's code does: concatenates the positive's and the bank's logits, then cross-entropy."""
     keys_KD = torch.cat([bank.to(query_ND.dtype) for bank in given.banks])
     positive_N1 = (query_ND * given.positive_ND).sum(dim=1, keepdim=True)
     logits_NK = torch.cat([positive_N1, query_ND @ keys_KD.T], dim=1) / given.temperature
@@ -85,7 +87,7 @@ def _moco(query_ND: Tensor, given: Problem) -> Tensor:
 
 
 def _logsumexp(query_ND: Tensor, given: Problem) -> Tensor:
-    """Computes it with neither a copy of the banks nor one of the logits."""
+    """Computes it without copying the banks or the logits."""
     scaled_ND = query_ND / given.temperature
     positive_N = (scaled_ND * given.positive_ND).sum(dim=1)
     parts = [(scaled_ND @ bank.to(query_ND.dtype).T).logsumexp(dim=1) for bank in given.banks]
@@ -93,13 +95,13 @@ def _logsumexp(query_ND: Tensor, given: Problem) -> Tensor:
 
 
 def _flash(given: Problem) -> Answer:
-    """Attention whose values are its keys, bank by bank: its output is the mean that the gradient needs."""
+    """Computes it by attention with the keys as values: the output is the mean that the gradient needs."""
     scaled_ND = given.query_ND / given.temperature
     means, lses = [], []
     for bank_KD in given.banks:
         keys = bank_KD[None, None]
         if scaled_ND.device.type == "cpu":
-            # The CPU's flash attention takes one type; half would be computed in half, and slowly.
+            # The CPU's flash attention takes a single dtype, and half precision would be slow and inexact.
             keys = keys.to(scaled_ND.dtype)
             found: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 scaled_ND[None, None], keys, keys, scale=1.0
@@ -128,12 +130,12 @@ flash: Contender = torch.no_grad()(_flash)
 
 
 def compiled() -> Contender:
-    """Returns torch.compile of MoCo's code, which compiles at its first call, for that call's shapes."""
+    """Returns MoCo's code under torch.compile. The first call compiles it for that call's shapes."""
     return _with_gradient(torch.compile(_moco, dynamic=False))
 
 
 def chunked(chunk: int) -> Contender:
-    """Returns our sweep in plain torch."""
+    """Returns our algorithm in plain torch, with `chunk` keys at a time."""
 
     def loss(query_ND: Tensor, given: Problem) -> Tensor:
         return info_nce_chunked(query_ND, given.positive_ND, given.banks, given.temperature, chunk=chunk)
@@ -142,6 +144,8 @@ def chunked(chunk: int) -> Contender:
 
 
 def ours(impl: str = "auto") -> Contender:
+    """Returns our operator."""
+
     def loss(query_ND: Tensor, given: Problem) -> Tensor:
         return ops.info_nce(query_ND, given.positive_ND, given.banks, given.temperature, impl=impl)  # type: ignore[arg-type]
 
@@ -149,9 +153,10 @@ def ours(impl: str = "auto") -> Contender:
 
 
 class TwoGemms:
-    """The two products alone, into memory that is already there: no exp, no sum, no gradient. A ceiling, not a peer.
+    """The two matrix products alone, into memory that is already allocated: no exp, no sum, no gradient.
 
-    `chunk`: so many keys at a time, so that what the second product reads is still in the cache; 0: all at once.
+    This is an upper limit for the speed, not a real implementation. chunk: the number of keys at a time, so that the
+    second product finds its input in the cache; 0 takes all keys together.
     """
 
     def __init__(self, chunk: int = 0) -> None:
@@ -174,7 +179,7 @@ class TwoGemms:
 
 
 def oracle(given: Problem, rows: int | None = None) -> Answer:
-    """In float64, on the very numbers that the banks hold; `rows` at a time, or what makes 32 MB of logits."""
+    """Returns the answer in float64 for the banks' exact numbers, `rows` at a time (by default 32 MB of logits)."""
     rows = rows or max(1, (4 << 20) // max(1, given.num_keys))
     keys_KD = torch.cat([bank.double() for bank in given.banks])
     losses, gradients = [], []
@@ -191,7 +196,7 @@ def oracle(given: Problem, rows: int | None = None) -> Answer:
 
 
 class Errors(NamedTuple):
-    """Largest errors of a loss and of a gradient's entry."""
+    """The largest error of a loss, and of an entry of a gradient."""
 
     loss: float
     gradient: float
@@ -201,11 +206,11 @@ class Errors(NamedTuple):
         return cls(*(_largest(mine, theirs) for mine, theirs in zip(answer, expected, strict=True)))
 
     def budget(self) -> "Errors":
-        """Returns what we may have where plain torch has these: twice that and 1e-5."""
+        """Returns the errors that our operator may have if plain torch has these: twice as much plus 1e-5."""
         return Errors(2 * self.loss + 1e-5, 2 * self.gradient + 1e-5)
 
     def over(self, budget: "Errors") -> float:
-        """Returns the share of the budget; at 1 it is used up. Nothing but a number is within it."""
+        """Returns the used share of the budget, at most 1 if within it. NaN and infinity count as infinite."""
         shares = [mine / allowed for mine, allowed in zip(self, budget, strict=True)]
         return max(shares) if all(map(math.isfinite, shares)) else math.inf
 
@@ -215,5 +220,5 @@ def _largest(mine: Tensor, theirs: Tensor) -> float:
 
 
 def plain(given: Problem) -> Answer:
-    """Returns what plain torch makes of the same numbers, widened to float32 where stored in half."""
+    """Returns plain torch's answer for the same numbers, with the banks converted to float32."""
     return eager_moco(given._replace(banks=tuple(bank.float() for bank in given.banks)))

@@ -1,4 +1,4 @@
-"""Races and bad accesses on a card, by NVIDIA's compute-sanitizer where it is installed."""
+"""Looks for data races and invalid memory accesses on a GPU with NVIDIA's compute-sanitizer, if it is installed."""
 
 import shutil
 import subprocess
@@ -21,20 +21,23 @@ print("finished")
 
 
 def races() -> Section:
-    return run_checks("Races on the card", [("compute-sanitizer", sanitized)])
+    return run_checks("Races on the GPU", [("compute-sanitizer", sanitized)])
 
 
 def sanitized(limit_seconds: float = 600) -> Iterator[Finding]:
+    """Runs our CUDA kernels under each of the sanitizer's tools, and yields one finding per tool."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
-        yield note("compute-sanitizer", "not installed; races were not looked for", "It comes with the CUDA toolkit.")
+        yield note("compute-sanitizer", "not installed; data races were not checked", "It is part of the CUDA toolkit.")
         return
     for kind in TOOLS:
         command = [tool, "--tool", kind, "--error-exitcode", "9", sys.executable, "-c", PROGRAM]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds)
         except subprocess.TimeoutExpired:
-            yield note(kind, f"no end after {limit_seconds:.0f} s", f"By hand: {tool} --tool {kind} python ...")
+            yield note(
+                kind, f"not finished after {limit_seconds:.0f} s", f"Run it by hand: {tool} --tool {kind} python ..."
+            )
             continue
         if done.returncode == 9:
             said = [line for line in done.stdout.splitlines() if "=====" in line][:2]
@@ -45,4 +48,4 @@ def sanitized(limit_seconds: float = 600) -> Iterator[Finding]:
                 kind, f"could not run: {' '.join(last)}", "Run it by hand, as root if counters are restricted."
             )
         else:
-            yield ok(kind, "the sweep and the enqueue are clean")
+            yield ok(kind, "no errors in the contrastive loss and in enqueue")

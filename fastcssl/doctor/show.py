@@ -1,4 +1,4 @@
-"""What the doctor found, for people."""
+"""Prints the doctor's findings on a terminal."""
 
 from collections.abc import Sequence
 
@@ -14,6 +14,7 @@ PLAIN_MARKS = {"ok": "ok", "note": "note", "failed": "FAILED"}
 
 
 def show_section(console: Console, section: Section) -> None:
+    """Prints a title and a table with one row per finding."""
     console.print()
     console.print(Text(section.title, style="bold"))
     table = Table.grid(padding=(0, 1))
@@ -40,6 +41,7 @@ def _text(finding: Finding) -> Text:
 
 
 def show_verdict(console: Console, sections: Sequence[Section], *, has_gpu: bool) -> None:
+    """Prints what failed, or that nothing did."""
     found = [finding for section in sections for finding in section.findings]
     broken = [finding.name for finding in found if finding.status == "failed"]
     num_ok, num_notes = (sum(finding.status == status for finding in found) for status in ("ok", "note"))
@@ -47,12 +49,14 @@ def show_verdict(console: Console, sections: Sequence[Section], *, has_gpu: bool
     if broken:
         console.print(Text(f"{len(broken)} failed: {', '.join(broken)}.", style="bold red"))
     else:
-        console.print(Text("All is well.", style="bold green"), Text(f"{num_ok} checks passed, {num_notes} notes."))
+        console.print(
+            Text("No problems found.", style="bold green"), Text(f"{num_ok} checks passed, {num_notes} notes.")
+        )
     if not has_gpu:
         console.print(
             Text(
-                "No GPU was tested. Instead the CPU's operators were run against float64; the test suite (make test) "
-                "runs the CUDA kernels without a card, in an emulator.",
+                "No GPU was tested. The CPU's operators were compared with float64 instead. The test suite (make test) "
+                "runs the CUDA kernels in an emulator, without a GPU.",
                 style="dim",
             )
         )

@@ -1,4 +1,4 @@
-"""The tests that need a card, tests/gpu, run by pytest in a process of their own."""
+"""Runs tests/gpu, the tests that need a GPU, with pytest in a process of their own."""
 
 import importlib.util
 import subprocess
@@ -16,10 +16,12 @@ def suite() -> Section:
 
 
 def folder() -> Path:
+    """Returns where tests/gpu is in a clone of the repository."""
     return Path(fastcssl.__file__).resolve().parent.parent / "tests" / "gpu"
 
 
 def full(tests: Path | None = None) -> Finding:
+    """Runs the tests in a folder and returns how they ended."""
     tests = tests or folder()
     if not tests.is_dir():
         return failed(
@@ -35,10 +37,10 @@ def full(tests: Path | None = None) -> Finding:
     if done.returncode == 1:
         broken = [line.removeprefix("FAILED ") for line in done.stdout.splitlines() if line.startswith("FAILED ")]
         first = f"; first: {broken[0]}" if broken else ""
-        return failed("tests/gpu", f"{last}{first}", f"See it whole: python {' '.join(command[1:])}")
+        return failed("tests/gpu", f"{last}{first}", f"See the full output: python {' '.join(command[1:])}")
     if done.returncode:
         said = (done.stderr.strip() or last).splitlines()[-1]
         return failed("tests/gpu", f"pytest could not run them: {said}", "pip install -e '.[dev]' in the repository.")
     if not torch.cuda.is_available():
-        return note("tests/gpu", f"{last}: there is no GPU; that they can be collected was all there was to see")
+        return note("tests/gpu", f"{last}: there is no GPU; this only shows that the tests can be collected")
     return ok("tests/gpu", last)

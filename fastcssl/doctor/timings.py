@@ -1,6 +1,6 @@
-"""How fast the contrastive loss is on this card, beside eager torch, torch.compile and flash attention.
+"""Times the contrastive loss on this GPU against eager torch, torch.compile and flash attention.
 
-Four copies of the problem take turns, so that no bank lies in the card's L2 from the call before.
+Four copies of the problem take turns, so that no bank is still in the GPU's L2 cache from the previous call.
 """
 
 import statistics
@@ -17,10 +17,11 @@ COPIES, ROUNDS = 4, 20
 
 
 def timings() -> Section:
-    return run_checks("Speed on the card", [("contrastive loss", contrastive)])
+    return run_checks("Speed on the GPU", [("contrastive loss", contrastive)])
 
 
 def contrastive(rows: int = ROWS, banks: tuple[int, ...] = BANKS, device: str = "cuda") -> Iterator[Finding]:
+    """Yields one finding per implementation, with its time and how much faster ours is."""
     given = [peers.problem(rows, DIM, banks, dtype=torch.float16, device=device, seed=seed) for seed in range(COPIES)]
     contenders: dict[str, Contender] = {
         "eager, as in MoCo": peers.eager_moco,
@@ -34,7 +35,7 @@ def contrastive(rows: int = ROWS, banks: tuple[int, ...] = BANKS, device: str = 
             for each in given:
                 contender(each)
             times[name] = []
-        except Exception as error:  # a peer that cannot run is left out; ours was checked before
+        except Exception as error:  # one that cannot run is left out; ours was checked before
             reason = str(error).strip().partition("\n")[0][:160]
             yield note(name, f"left out: {type(error).__name__}: {reason}")
     for number in range(ROUNDS):
@@ -51,7 +52,7 @@ def contrastive(rows: int = ROWS, banks: tuple[int, ...] = BANKS, device: str = 
         yield ok(name, text if name == "ours" else f"{text}; ours is {statistics.median(ratios):.2f} times as fast")
     if mine > min(statistics.median(measured) for measured in times.values()):
         yield note(
-            "ours", "it is not the fastest here", "Please report the card and the numbers: fastcssl-doctor --json."
+            "ours", "it is not the fastest here", "Please report the GPU and the numbers: fastcssl-doctor --json."
         )
 
 

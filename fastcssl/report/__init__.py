@@ -1,4 +1,4 @@
-"""Runs -> one page, pictures, and a table for the terminal."""
+"""Reports runs as one HTML page with figures, and as a table for the terminal."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ PICTURES = "figures"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The page, its pictures, and what they were drawn from."""
+    """The files of a report, and the data that they show."""
 
     page: Path
     pictures: tuple[Path, ...]
@@ -32,9 +32,10 @@ class Report:
 
 
 def report_runs(runs: Folders, out: Path | str | None = None) -> Report:
-    """Draws runs, evaluated or not, as one page with pictures.
+    """Writes one page with figures about runs, whether or not they were evaluated, and returns its files and data.
 
-    runs: folders of `train_run` or `train_seeds`. out: by default RUN/report, and ./report for several runs.
+    runs: folders of `train_run` or `train_seeds`. out: the folder for the page; by default RUN/report, or ./report for
+    several runs.
     """
     records = [read_run(folder) for folder in found_runs(folders_of(runs))]
     comparisons = compared(records)
@@ -48,7 +49,9 @@ def report_runs(runs: Folders, out: Path | str | None = None) -> Report:
             write_atomically(path, picture.png)
         write_atomically(out / PAGE, page(records, comparisons, pictures).encode())
     except OSError as error:
-        raise UserError(f"Cannot write the report to {out} ({error.strerror}). Give another folder: --out.") from None
+        raise UserError(
+            f"Cannot write the report to {out} ({error.strerror}). Choose another folder with --out."
+        ) from None
     return Report(page=out / PAGE, pictures=tuple(saved), runs=tuple(records), comparisons=tuple(comparisons))
 
 
@@ -76,7 +79,10 @@ def _pictures(runs: Sequence[RunRecord], comparisons: Sequence[Comparison]) -> d
 
 
 def _range(runs: Sequence[RunRecord], run: RunRecord, result: Evaluation) -> tuple[float, float]:
-    """Returns least and most in percent, over all tables of the recipe, probe and scope, so that colours compare."""
+    """Returns the lowest and the highest accuracy in percent of all tables that share a recipe, probe and scope.
+
+    They set the range of colours, so that colours can be compared between tables.
+    """
     alike = [
         100 * value
         for other in runs

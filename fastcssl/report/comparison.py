@@ -1,4 +1,4 @@
-"""Runs side by side: seeds averaged, next to what the paper prints, with what keeps the two from being comparable."""
+"""Compares runs: averages seeds, and puts published values beside them with notes on how these were measured."""
 
 import json
 import statistics
@@ -16,23 +16,23 @@ PROBES = {"linear": "linear probe", "linear-cached": "linear probe, cached featu
 SCOPES = {
     "all": "all classes",
     "per-task": "classes of each task",
-    "domain-aware": "a probe for each domain",
+    "domain-aware": "one probe per domain",
     "domain-agnostic": "one probe for all domains",
     "semi-1": "1 % of the labels",
     "semi-10": "10 % of the labels",
 }
-# What does not change the numbers, or not what a comparison is about.
+# Settings that do not change the results, or that a comparison is not about.
 _BESIDE = ("seed", "loader", "augment", "compile", "online_probe", "probe_lr", "recipe")
 _BESIDE_GROUPS = ("run.", "expect.")
-_OF_TABLE = ("metric", "k", "momentum", "epochs")  # settings of a probe that make a table of their own
-_OF_ROW = ("lr", "batch_size", "strength")
+_OF_TABLE = ("metric", "k", "momentum", "epochs")  # settings of a probe that get a table of their own
+_OF_ROW = ("lr", "batch_size", "strength")  # settings of a probe that get a row of their own
 _SETTINGS = {"metric": "", "k": "k = ", "lr": "lr ", "batch_size": "batches of ", "strength": "strength "}
 _MAX_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """Of several seeds. In percent."""
+    """A metric in percent, once per seed."""
 
     each: tuple[float, ...]
 
@@ -50,11 +50,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """Runs that differ in their seeds alone, under one evaluation."""
+    """Runs that differ only in their seeds, under one evaluation."""
 
     title: str
     runs: tuple[RunRecord, ...]
-    results: tuple[Evaluation, ...]  # one a run
+    results: tuple[Evaluation, ...]  # one per run
     metrics: dict[str, Value]
     A_T: tuple[Value, ...]  # after each task
     published: Published | None = None
@@ -67,7 +67,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The rows of one recipe and one evaluation."""
+    """The table of one recipe and one evaluation."""
 
     recipe: str
     about: str
@@ -80,13 +80,13 @@ class Comparison:
         return list(dict.fromkeys(note for row in self.rows for note in row.mismatches))
 
     def marks(self, row: ComparisonRow) -> str:
-        """Returns which notes are about the row: "a, c"."""
+        """Returns the marks of the notes that concern the row, such as "a, c"."""
         notes = self.notes
         return ", ".join(mark(notes.index(note)) for note in row.mismatches)
 
 
 def lacking(tables: Iterable[Comparison]) -> list[str]:
-    """Returns why metrics of these columns are missing, and what to do. Of one checkpoint nobody expects them."""
+    """Returns why metrics are missing from the columns, and how to get them. Runs with one checkpoint are skipped."""
     results = (result for table in tables for row in table.rows for result in row.results)
     found = (text for result in results if len(result.checkpoints) > 1 for text in result.metrics.missing)
     return [text for text in dict.fromkeys(found) if _is_about_columns(text)]
@@ -98,11 +98,12 @@ def _is_about_columns(text: str) -> bool:
 
 
 def mark(number: int) -> str:
+    """Returns the mark of a note: a to z, then aa, ab and so on."""
     return chr(ord("a") + number) if number < 26 else f"{mark(number // 26 - 1)}{mark(number % 26)}"
 
 
 def evaluation_title(found: Evaluation, alike: Sequence[Evaluation] = (), *, of_row: bool = False) -> str:
-    """Returns probe and scope, and the settings by which it differs from those `alike`; those of rows if asked."""
+    """Returns probe, scope and the settings in which it differs from the `alike` ones. of_row: also those of rows."""
     scope = SCOPES.get(found.scope) or f"on {found.scope.removeprefix(DOWNSTREAM)}"
     telling = (*_OF_TABLE, *_OF_ROW) if of_row else _OF_TABLE
     keys = dict.fromkeys(key for other in alike for key in other.settings if key in telling)
@@ -115,7 +116,7 @@ def evaluation_title(found: Evaluation, alike: Sequence[Evaluation] = (), *, of_
 
 
 def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
-    """Returns a comparison for each recipe and evaluation that a run has results of."""
+    """Returns one comparison per recipe and evaluation."""
     pairs = [(run, found) for run in runs for found in run.evaluations]
     tables: dict[tuple[str, ...], Comparison] = {}
     groups: dict[tuple[str, ...], list[tuple[RunRecord, Evaluation]]] = {}
@@ -137,7 +138,7 @@ def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
 
 
 def _about(run: RunRecord) -> str:
-    """Returns what was trained on; a run may have taken a recipe's settings to data of its own."""
+    """Describes the data of a run, which may use a recipe's settings on other data."""
     if run.recipe not in RECIPES:
         return ""
     data = RECIPES[run.recipe]
@@ -155,7 +156,7 @@ def _place(run: RunRecord, found: Evaluation) -> tuple[str, ...]:
 
 
 def _sort(run: RunRecord, found: Evaluation) -> tuple[str, ...]:
-    """Runs of one sort are averaged."""
+    """Returns a key. Runs with the same key are averaged."""
     return (run.method, run.strategy, json.dumps([_deciding(run), _asked(found), found.manifest.sha256]))
 
 
@@ -197,7 +198,7 @@ def _row(
 
 
 def _differences(mine: tuple[RunRecord, Evaluation], family: list[tuple[RunRecord, Evaluation]]) -> list[str]:
-    """Returns by what settings a row differs from others of its name."""
+    """Returns the settings in which a row differs from other rows with the same title."""
     named = []
     for label, values in (("", [_deciding(run) for run, _ in family]), ("probe ", [_asked(r) for _, r in family])):
         own = values[next(place for place, pair in enumerate(family) if pair[0] is mine[0] and pair[1] is mine[1])]
@@ -210,6 +211,7 @@ def _differences(mine: tuple[RunRecord, Evaluation], family: list[tuple[RunRecor
 
 
 def shown(value: Any) -> str:
+    """Returns a setting's value as tables show it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float):
@@ -219,32 +221,33 @@ def shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-# ---- What keeps a run's number and the published one from being comparable -------------------------------------------
+# ---- Differences between a run and the published measurement ---------------------------------------------------------
 
 
 def mismatches(run: RunRecord, found: Evaluation, known: Published) -> Iterable[str]:
+    """Yields one sentence per reason why a run's number and the published one cannot be compared directly."""
     if known.protocol.caution:
         yield known.protocol.caution
     if known.caution:
         yield known.caution
     if found.probe != "linear":
-        yield f"Published with a linear probe; this is {PROBES.get(found.probe, found.probe)}."
+        yield f"Published with a linear probe; this is from: {PROBES.get(found.probe, found.probe)}."
     elif known.protocol.probe == "linear":
         epochs, momentum = found.settings.get("epochs", 100), found.settings.get("momentum", 0.0)
         if epochs != 100:
             yield f"Published with a probe of 100 epochs; this has {epochs}."
         if momentum != 0:
-            yield f"The authors' released probe has momentum 0; this has {shown(momentum)}, as CaSSLe's."
+            yield f"The authors' released probe has momentum 0; this has {shown(momentum)}, as CaSSLe's probe does."
     other = _other_settings(run)
     if other:
         rest = f", and {len(other) - _MAX_NAMED} more" if len(other) > _MAX_NAMED else ""
-        yield f"Trained otherwise than published: {', '.join(other[:_MAX_NAMED])}{rest}."
+        yield f"Trained with other settings than published: {', '.join(other[:_MAX_NAMED])}{rest}."
     if len(found.checkpoints) < len(run.task_names) or not run.is_finished:
-        yield f"After {len(found.checkpoints)} of {len(run.task_names)} tasks."
+        yield f"After {len(found.checkpoints)} of {len(run.task_names)} tasks only."
 
 
 def _other_settings(run: RunRecord) -> list[str]:
-    """As "epochs 2 (published: 500)", what matters most first."""
+    """Returns the settings that differ, as "epochs 2 (published: 500)", with the most important ones first."""
     theirs = settled(run.recipe, run.method, run.strategy, "published")
     other = {
         key: f"{key} {shown(run.values[key])} (published: {shown(value)})"

@@ -1,7 +1,8 @@
-"""Pictures of a run. Each is drawn once, for a column as wide as a phone, and saved as PNG and as SVG for the page.
+"""Draws the figures of a report. Each is drawn once, as wide as a phone, and saved as PNG and as SVG for the page.
 
-The colours are Okabe and Ito's, which colour-blind readers can tell apart; a line also has its own marker and dash. In
-the SVG they are names of the page's style sheet, so that one picture serves light, dark and paper.
+The colours are Okabe and Ito's, which colour-blind readers can tell apart; each line also has its own marker and dash.
+The SVG refers to colours by their names in the page's style sheet, so that a figure fits light pages, dark pages and
+print.
 """
 
 import io
@@ -27,7 +28,7 @@ from fastcssl.runs.log import StepReport
 from fastcssl.runs.metrics import average_over_all
 from fastcssl.runs.results import Evaluation
 
-# Light values; page.css has the dark ones under the same names.
+# Colours of the light page; page.css defines the dark ones under the same names.
 INK, MUTED, GRID, PAPER = "#1c2024", "#626b75", "#e2e6ea", "#ffffff"
 LINES = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#56b4e9", "#7f7f7f")
 NAMES = {INK: "--ink", MUTED: "--muted", GRID: "--rule", PAPER: "--paper"} | {
@@ -75,26 +76,31 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnPicture:
-    name: str  # of its file
+    """A figure as PNG and SVG."""
+
+    name: str  # of its file, without extension
     title: str
-    caption: str  # what is in it, in words
+    caption: str  # describes the figure in words
     png: bytes
     svg: str  # an element for a page: no prologue, no metadata, colours by name, identifiers of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
+    """A figure that can be drawn."""
+
     name: str
     title: str
     caption: str
-    make: Callable[[], Figure]  # under the style of this module
+    make: Callable[[], Figure]  # called with this module's style in effect
 
     def drawn(self) -> DrawnPicture:
+        """Draws the figure and returns its files' contents."""
         png, svg = io.BytesIO(), io.StringIO()
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name}):
             figure = self.make()
             FigureCanvasSVG(figure).print_svg(svg, metadata=_NO_METADATA)  # type: ignore[no-untyped-call]
-            figure.set_layout_engine("none")  # it has been laid out
+            figure.set_layout_engine("none")  # print_svg has laid it out
             figure.set_dpi(_PNG_DPI)
             FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})  # type: ignore[no-untyped-call]
         text = _for_page(svg.getvalue(), self.name, self.caption)
@@ -125,7 +131,7 @@ def _axes(height: float = _HEIGHT, rows: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def _line(number: int) -> dict[str, Any]:
-    """Returns a line's style. Where the colours begin again, markers and dashes have moved on by one."""
+    """Returns a line's style. When colours repeat, markers and dashes are shifted by one."""
     shape = number + number // len(LINES)
     return {
         "color": LINES[number % len(LINES)],
@@ -144,7 +150,7 @@ def _legend(figure: Figure, axes: Axes, columns: int) -> None:
 
 
 def short_names(found: Evaluation) -> list[str]:
-    """Returns the columns' names where these are short enough for an axis, else their numbers."""
+    """Returns the columns' names if they are short enough for an axis, otherwise their numbers."""
     names = found.columns
     if max(map(len, names)) <= (9 if len(names) <= 7 else 4):
         return list(names)
@@ -152,7 +158,7 @@ def short_names(found: Evaluation) -> list[str]:
 
 
 def matrix(name: str, found: Evaluation, low: float, high: float) -> Picture:
-    """Draws the table. `low` and `high`: of the colours, shared by all tables that are looked at together."""
+    """Returns the table of accuracies. `low` and `high`: the range of colours, shared by comparable tables."""
     num_rows, num_columns = len(found.top1), len(found.columns)
 
     def make() -> Figure:
@@ -160,7 +166,7 @@ def matrix(name: str, found: Evaluation, low: float, high: float) -> Picture:
         figure = Figure(figsize=(width, 0.75 + 0.36 * num_rows), layout="constrained")
         axes = figure.subplots()
         axes.grid(False)
-        aside = num_columns + (0.2 if num_columns < 6 else 0.6)  # where A stands
+        aside = num_columns + (0.2 if num_columns < 6 else 0.6)  # position of column A
         size = 10 if num_columns <= 6 else 9 if num_columns <= 8 else 8
         for t, row in enumerate(found.top1):
             for i, value in enumerate(row):
@@ -182,10 +188,10 @@ def matrix(name: str, found: Evaluation, low: float, high: float) -> Picture:
         return figure
 
     caption = (
-        "Top-1 accuracy in percent: a row for each checkpoint, a column for each task it is evaluated on. Left of "
-        "the line are tasks already learnt; A is their mean."
+        "Top-1 accuracy in percent, with one row per checkpoint and one column per task that it is evaluated on. Tasks "
+        "left of the line were already learnt; A is their mean."
     )
-    return Picture(name=name, title="Accuracy on each task after each task", caption=caption, make=make)
+    return Picture(name=name, title="Accuracy on every task, after each task", caption=caption, make=make)
 
 
 def _after(found: Evaluation, row: int) -> str:
@@ -203,7 +209,7 @@ def _cell(axes: Axes, x: int, y: int, value: float, low: float, high: float, siz
 
 
 def _border(seen: Sequence[set[int]], num_columns: int) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
-    """Edges between cells of tasks learnt and tasks to come."""
+    """Yields the edges between cells of learnt tasks and cells of later tasks."""
     for t, tasks in enumerate(seen):
         if not tasks:
             continue
@@ -216,7 +222,7 @@ def _border(seen: Sequence[set[int]], num_columns: int) -> Iterator[tuple[tuple[
 
 
 def curves(name: str, found: Evaluation) -> Picture:
-    """Draws the paper's figure 4: a_{k,t} of each task k, and their mean."""
+    """Returns the paper's figure 4: the accuracy on each task, and their mean, after each task."""
 
     def make() -> Figure:
         num_lines = len(found.columns)
@@ -239,14 +245,14 @@ def curves(name: str, found: Evaluation) -> Picture:
         return figure
 
     caption = (
-        "Accuracy in percent on each task as further tasks are learnt, and their mean. Hollow: before the task itself "
-        "was learnt."
+        "Accuracy in percent on each task as further tasks are learnt, and their mean. Hollow markers: before the task "
+        "itself was learnt."
     )
-    return Picture(name=name, title="Each task, as others are learnt", caption=caption, make=make)
+    return Picture(name=name, title="Accuracy on each task over time", caption=caption, make=make)
 
 
 def averages(name: str, rows: Sequence[ComparisonRow]) -> Picture:
-    """Draws A_t of every row; a band of one standard deviation where there are several seeds and few rows."""
+    """Returns A after each task for every row, with bands of one standard deviation if there are few rows."""
     has_bands = len(rows) <= _MAX_BANDS and any(row.num_seeds > 1 for row in rows)
 
     def make() -> Figure:
@@ -282,6 +288,7 @@ def averages(name: str, rows: Sequence[ComparisonRow]) -> Picture:
 
 
 def training(name: str, run: RunRecord) -> Picture:
+    """Returns the loss and its terms over the steps of a run."""
     steps = run.steps
     terms = list(dict.fromkeys(term for report in steps for term in report.terms if len(report.terms) > 1))
 
@@ -298,16 +305,17 @@ def training(name: str, run: RunRecord) -> Picture:
         _legend(figure, axes, 3)
         return figure
 
-    caption = "The loss and its terms over the steps of training. Vertical lines: the next task begins."
+    caption = "The loss and its terms during training. A new task begins at each vertical line."
     return Picture(name=name, title="Training", caption=caption, make=make)
 
 
 def _term(report: StepReport, name: str) -> float:
-    """Returns a term of the loss; NaN where it is alone and so the loss itself."""
+    """Returns a term of the loss, or NaN if it is the only term and therefore equals the loss."""
     return report.terms.get(name, math.nan) if len(report.terms) > 1 else math.nan
 
 
 def speed(name: str, run: RunRecord) -> Picture:
+    """Returns the images per second and the waiting times over the steps of a run."""
     steps = run.steps
     on_gpu = any(report.device_idle_share is not None for report in steps)
 
@@ -328,13 +336,13 @@ def speed(name: str, run: RunRecord) -> Picture:
         _legend(figure, below, 2)
         return figure
 
-    what = ", and that the GPU stood idle" if on_gpu else ""
-    caption = f"Above: images a second. Below: the share of the time that training waited for data{what}."
+    what = ", and in which the GPU was idle" if on_gpu else ""
+    caption = f"Above: images per second. Below: the share of the time in which training waited for data{what}."
     return Picture(name=name, title="Throughput and waiting for data", caption=caption, make=make)
 
 
 def _plot(axes: Axes, steps: Sequence[StepReport], value: Callable[[StepReport], float], **style: Any) -> None:
-    """Means over parts of a task; a line stops where the task does, and where a number is not finite."""
+    """Plots means over groups of steps. A line ends with its task, and has a gap where a value is not finite."""
     size = max(1, math.ceil(len(steps) / _MAX_POINTS))
     first = True
     starts = [0, *(at + 1 for at, (a, b) in enumerate(pairwise(steps)) if a.task != b.task), len(steps)]

@@ -1,10 +1,10 @@
-"""HTML that cannot be broken by what is in it: text is escaped unless it is Html already."""
+"""Builds HTML safely: text is escaped unless it is already Html."""
 
 from html import escape
 
 
 class Html(str):
-    """Markup, as it stands."""
+    """A string that is already markup."""
 
     __slots__ = ()
 
@@ -13,7 +13,7 @@ _VOID = ("meta", "br", "hr")
 
 
 def el(name: str, /, *children: "str | Html | None", **attributes: str | None) -> Html:
-    """Returns an element. `class_` and `for_` lose their underscore; None is left out, as child and as attribute."""
+    """Returns an element. Children and attributes that are None are left out; `class_` loses its underscore."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
         for key, value in attributes.items()
@@ -25,11 +25,12 @@ def el(name: str, /, *children: "str | Html | None", **attributes: str | None) -
 
 
 def joined(*children: "str | Html | None") -> Html:
+    """Returns the children one after the other, with text escaped."""
     return Html("".join(c if isinstance(c, Html) else escape(c, quote=False) for c in children if c is not None))
 
 
 def table(head: list["str | Html"], rows: list[list["str | Html"]], *, classes: list[str | None] | None = None) -> Html:
-    """Returns a table in a box that scrolls. The first cell of a row is its heading. `classes`: of the columns."""
+    """Returns a table in a box that scrolls. The first cell of a row is its heading. `classes`: one per column."""
     kinds = classes or [None] * len(head)
     top = el("tr", *(el("th", cell, scope="col", class_=kind) for cell, kind in zip(head, kinds, strict=True)))
     body = [

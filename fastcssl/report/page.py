@@ -1,4 +1,4 @@
-"""The report as one HTML file: no script, no request, its pictures inside."""
+"""Writes the report as one HTML file that contains its figures, and uses neither scripts nor other files."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,16 @@ from fastcssl.runs.display import PROBE_NAMES, duration, number, share
 from fastcssl.runs.metrics import AVERAGE, METRICS, compared_metrics
 from fastcssl.runs.results import Evaluation
 
-_FEW_RUNS = 4  # that are shown open
+_FEW_RUNS = 4  # more runs than this are shown collapsed
 _STAGE_LINES = ("model", "decode", "augmentation", "disk", "probe", "data", "checkpoint")
 _NONE = "-"
 
-Pictures = Mapping[tuple[str, str], Sequence[DrawnPicture]]  # ("comparison", its number) or (run, "training" or result)
+# Keys are ("comparison", number) or (run, "training" or result).
+Pictures = Mapping[tuple[str, str], Sequence[DrawnPicture]]
 
 
 def page(runs: Sequence[RunRecord], comparisons: Sequence[Comparison], pictures: Pictures) -> str:
+    """Returns the page."""
     heading = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
     head = el(
         "head",
@@ -85,7 +87,7 @@ def _not_evaluated(missing: Sequence[RunRecord], num_runs: int) -> Html:
     command = f"fastcssl-eval {' '.join(quote(run.name) for run in missing)}"
     return el(
         "div",
-        el("p", f"{which} not been evaluated. What was logged while training is below; accuracies come from:"),
+        el("p", f"{which} not been evaluated. Only the training log is shown. To compute accuracies, run:"),
         el("pre", el("code", command), class_="scroll"),
         class_="callout warning",
     )
@@ -114,13 +116,13 @@ def _comparison(comparison: Comparison) -> Html:
     parts = [table(head, rows)]
     if comparison.notes:
         items = (el("li", note) for note in comparison.notes)
-        parts.append(el("p", "Why a published number and ours are not the same measurement:", class_="quiet"))
+        parts.append(el("p", "Differences between the published measurements and these:", class_="quiet"))
         parts.append(el("ol", *items, class_="notes"))
     sources = dict.fromkeys(
         f"{row.published.where}: {row.published.protocol.about}" for row in comparison.rows if row.published
     )
     if sources:
-        parts.append(el("p", f"Published: the PNR paper, {'; '.join(sources)}.", class_="quiet"))
+        parts.append(el("p", f"Published values: PNR paper, {'; '.join(sources)}.", class_="quiet"))
     return joined(*parts)
 
 
@@ -157,7 +159,9 @@ def _state(run: RunRecord) -> str:
     where = f"{run.recipe}, {run.machine.device.upper()}, loader {run.machine.loader}"
     if run.is_finished:
         return f"{where}. Finished: {count} {'task' if count == 1 else 'tasks'} in {duration(seconds)}."
-    state = {"failed": "failed", "stopped": "stopped", "running": "under way"}.get(run.status.state, run.status.state)
+    state = {"failed": "failed", "stopped": "stopped", "running": "still running"}.get(
+        run.status.state, run.status.state
+    )
     return f"{where}. Not finished: {done} of {count} tasks in {duration(seconds)}; {state}."
 
 
@@ -171,7 +175,7 @@ def _evaluated(found: Evaluation) -> Html:
 
 
 def _bound(found: Verdict) -> Html:
-    """Returns the sentence, and the shares of the time as a bar."""
+    """Returns the sentence about the bottleneck, and the shares of the time as a bar."""
     shares = [(stage, value) for stage, value in found.shares.items() if value >= 0.005]
     color = {
         stage: f"var(--line{_STAGE_LINES.index(stage) % 7 if stage in _STAGE_LINES else 6})" for stage, _ in shares
@@ -207,7 +211,7 @@ def _tasks(run: RunRecord) -> Html:
 
 
 def _configuration(run: RunRecord) -> Html:
-    """Returns every value with where it comes from; what the command line said stands out."""
+    """Returns a table of every setting with its source. Settings from the command line are highlighted."""
     rows = []
     for key, value in run.values.items():
         source = run.sources.get(key, "")
@@ -244,7 +248,7 @@ def _figure(picture: DrawnPicture) -> Html:
 def _definitions() -> Html:
     terms = {name: f"{metric.description}. {metric.better.capitalize()} is better." for name, metric in METRICS.items()}
     rows = [part for name, text in terms.items() for part in (el("dt", name), el("dd", text))]
-    text = "Numbers are top-1 accuracies in percent; tasks are counted from 0, as in file names. ± is one standard "
+    text = "Values are top-1 accuracies in percent. Tasks are counted from 0, as in file names. ± is one standard "
     return joined(
         el("h2", "Definitions"),
         el("dl", *rows),

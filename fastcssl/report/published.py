@@ -1,4 +1,4 @@
-"""What the PNR paper (Cha et al., ICML 2024) prints, in percent, with the protocol that each number was made by.
+"""The results of the PNR paper (Cha et al., ICML 2024) in percent, each with the protocol behind it.
 
 Top-1 accuracy after the last task, mean and standard deviation over three seeds unless the protocol says otherwise.
 """
@@ -13,28 +13,30 @@ _STRATEGIES = ("finetune", "cassle", "pnr")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
+    """How a published number was measured."""
+
     about: str
     probe: Literal["online", "linear"]
     num_seeds: int = 3
-    caution: str = ""  # why no run of ours can be compared with it as it stands
+    caution: str = ""  # why our runs cannot be compared with it directly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What the paper prints of one method and strategy under one recipe and scope."""
+    """The paper's results for one method and strategy, under one recipe and scope."""
 
-    where: str  # in the paper
+    where: str  # the table or figure of the paper
     protocol: Protocol
-    values: Mapping[str, float]  # by the name of the metric, in percent
-    deviations: Mapping[str, float] = field(default_factory=dict)  # over seeds, of those that have one
+    values: Mapping[str, float]  # by metric, in percent
+    deviations: Mapping[str, float] = field(default_factory=dict)  # over seeds, where the paper gives them
     caution: str = ""
 
     def value(self, name: str) -> float | None:
-        """Returns the metric of that name; None if the paper does not print it."""
+        """Returns a metric, or None if the paper does not give it."""
         return self.values.get(name)
 
     def text(self, name: str) -> str | None:
-        """Returns the metric as tables show it, with its deviation; None if the paper does not print it."""
+        """Returns a metric with its deviation as tables show it, or None if the paper does not give it."""
         if name not in self.values:
             return None
         deviation = f" ± {self.deviations[name]:.2f}" if name in self.deviations else ""
@@ -42,30 +44,32 @@ class Published:
 
 
 ONLINE = Protocol(
-    about="linear layer trained beside the encoder, on all classes from the first task on",
+    about="linear layer trained along with the encoder, on all classes from the first task on",
     probe="online",
-    caution="The published CIFAR-100 numbers come from a layer trained online, while batch-norm statistics take in "
+    caution="The published CIFAR-100 numbers come from a layer trained online, while batch-norm statistics include "
     "data of tasks not yet learnt; ours come from a probe of the finished encoder.",
 )
 OFFLINE = Protocol(
     about="linear probe of the last checkpoint over all classes: SGD, 100 epochs, steps at 60 and 80",
     probe="linear",
-    caution="There is more than one ImageNet-100: the authors' release points to another list of classes than "
-    "CaSSLe's, which fastcssl-prep takes.",
+    caution="There is more than one ImageNet-100: the authors' release refers to another list of classes than "
+    "CaSSLe's, which fastcssl-prep uses.",
 )
 ONE_SEED = Protocol(about="linear probe of the last checkpoint over all classes, one seed", probe="linear", num_seeds=1)
-DOMAINS = Protocol(about="a linear probe for each domain, accuracies averaged (domain-aware)", probe="linear")
+DOMAINS = Protocol(about="one linear probe per domain, accuracies averaged (domain-aware)", probe="linear")
 SEMI = Protocol(
-    about="linear probe trained on a stratified part of the labels", probe="linear", caution=OFFLINE.caution
+    about="linear probe trained on a stratified subset of the labels", probe="linear", caution=OFFLINE.caution
 )
 DOWNSTREAM = Protocol(
     about="linear probe on other data: SGD, 100 epochs, batches of 256", probe="linear", caution=OFFLINE.caution
 )
 SUPERVISED = Protocol(about=f"{OFFLINE.about}; no deviation printed", probe="linear", caution=OFFLINE.caution)
 
-_OTHERS = "Copied by the paper from CaSSLe's, which publishes neither a definition nor code; ours is our own."
+_OTHERS = (
+    "The paper copied this value from CaSSLe's, which gives neither a definition nor code; ours is our own version."
+)
 _SWAPPED = "Tables 1 and 2 of the paper swap the Joint values of Barlow and BYOL."
-_REPEATED = "Table 1 prints BYOL's value for VICReg again."
+_REPEATED = "Table 1 repeats BYOL's value for VICReg."
 
 Key = tuple[str, str, str, str]  # recipe, method, strategy, scope
 Pair = tuple[float, float | None]
@@ -99,7 +103,7 @@ def _table(
             _add(recipe, method, strategy, scope, found)
 
 
-# Captions of figures 4 and 5.
+# From the captions of figures 4 and 5.
 _S_AND_P: dict[Key, tuple[float, float]] = {
     ("imagenet100-class5", method, strategy, "all"): values
     for method, strategy, values in (

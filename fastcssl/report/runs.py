@@ -1,4 +1,4 @@
-"""A run's folder, read: what it was told, what it logged, what was evaluated. Nothing here needs torch."""
+"""Reads a run's folder: its settings, its log and its evaluations. Nothing here imports torch."""
 
 import json
 from collections.abc import Sequence
@@ -37,21 +37,21 @@ _STRATEGIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What `read_run` found in a run's folder."""
+    """The content of a run's folder, as `read_run` returns it."""
 
     folder: Path
     recipe: str
     method: str
     strategy: str
-    values: dict[str, Any]  # of the configuration, by dotted key
-    sources: dict[str, str]  # of each value
+    values: dict[str, Any]  # settings by dotted key
+    sources: dict[str, str]  # the source of each setting
     data: str
     task_names: tuple[str, ...]
     machine: Machine
     status: Status
     steps: list[StepReport]
     epochs: list[EpochReport]
-    tasks: list[TaskReport]  # finished
+    tasks: list[TaskReport]  # finished tasks
     probes: list[ProbeReport]
     evaluations: list[Evaluation]
 
@@ -75,23 +75,24 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        """One that began with another run's state has reports of its own tasks alone."""
+        """Returns whether all tasks are done. A run that started from another one only has reports of its own tasks."""
         return self.status.state == "finished" or len(self.tasks) == len(self.task_names)
 
     @property
     def bound(self) -> Verdict | None:
-        """What bounded it, of finished tasks and of what the one under way has logged."""
+        """Returns the bottleneck of the finished tasks and of what the current task has logged so far."""
         times = [task.stages for task in self.tasks]
         under_way = [epoch.stages for epoch in self.epochs if epoch.task >= len(self.tasks)]
         return verdict([*times, *under_way[-1:]], self.machine)
 
 
 def title(method: str, strategy: str) -> str:
+    """Returns the names of a method and a strategy as people write them."""
     return f"{_METHODS.get(method, method)} + {_STRATEGIES.get(strategy, strategy)}"
 
 
 def found_runs(folders: Sequence[Path]) -> list[Path]:
-    """Each a run's folder; one that holds several seeds stands for all of them. None is there twice."""
+    """Returns the folders of runs without duplicates. A folder of several seeds is replaced by its runs."""
     found: dict[Path, Path] = {}
     for folder in folders:
         own = RunFolder(folder)
@@ -102,7 +103,7 @@ def found_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def read_run(folder: Path | str) -> RunRecord:
-    """Settings, every logged step, epoch, task and probe, and all evaluations of a run, finished or not."""
+    """Returns a run's settings, everything it logged, and its evaluations. The run may be unfinished."""
     folder = Path(folder)
     described = _described(folder)
     words = described["words"]
@@ -117,12 +118,12 @@ def read_run(folder: Path | str) -> RunRecord:
         probes = read_reports(folder, ProbeReport)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{RunFolder(folder).metrics} holds lines of another version ({error}). Train the run again."
+            f"{RunFolder(folder).metrics} contains lines of another version ({error}). Train the run again."
         ) from None
     if not tasks:
         raise UserError(
-            f"{folder} has no finished task yet, so there is nothing to report. fastcssl-train status {folder} says "
-            "where it is."
+            f"{folder} has no finished task yet, so there is nothing to report. fastcssl-train status {folder} shows "
+            "its progress."
         )
     return RunRecord(
         folder=folder,
@@ -144,12 +145,12 @@ def read_run(folder: Path | str) -> RunRecord:
 
 
 def _place(found: Evaluation) -> tuple[int, bool, str]:
-    """The paper's protocol first."""
+    """Returns a key that sorts the paper's protocol first."""
     return get_args(Probe).index(found.probe), found.scope != "all", found.name
 
 
 def order(method: str, strategy: str) -> tuple[int, int]:
-    """Of rows, as the paper has them. What it does not know comes last."""
+    """Returns a key that sorts rows as the paper does, with unknown methods and strategies last."""
     methods, strategies = list(_METHODS), list(_STRATEGIES)
     return (
         methods.index(method) if method in methods else len(methods),
@@ -169,15 +170,15 @@ def _described(folder: Path) -> dict[str, Any]:
                 raise TypeError(f"{key} is {'damaged' if key in described else 'missing'}")
         described["machine"] = Machine(**described["machine"])
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({error}). Resuming the run writes it anew.") from None
+        raise UserError(f"{path} cannot be read ({error}). Resuming the run writes it again.") from None
     found: dict[str, Any] = described
     return found
 
 
 def _check_lines(path: Path) -> None:
-    """A torn last line is what a run leaves that was killed or is being written; anything else is damage."""
+    """Raises a UserError for a damaged line. The last line may be incomplete if the run was killed or is running."""
     if not path.exists():
-        raise UserError(f"{path} does not exist, so there is nothing to draw. Train the run again.")
+        raise UserError(f"{path} does not exist, so there is nothing to report. Train the run again.")
     try:
         content = path.read_bytes()
     except OSError as error:

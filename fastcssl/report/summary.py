@@ -1,4 +1,4 @@
-"""The report's numbers for a terminal."""
+"""Prints a report's tables on a terminal."""
 
 from shlex import quote
 
@@ -13,10 +13,11 @@ from fastcssl.report.comparison import Comparison, lacking, mark
 from fastcssl.runs.bottleneck import NAMES
 from fastcssl.runs.metrics import AVERAGE, compared_metrics
 
-_FEW_RUNS = 4  # whose bottleneck is told in full
+_FEW_RUNS = 4  # more runs than this get a short sentence about their bottleneck
 
 
 def summary(found: Report) -> RenderableType:
+    """Returns the tables, their notes, the state of each run and the paths of the files."""
     parts: list[RenderableType] = []
     for comparison in found.comparisons:
         parts += [Text(f"{comparison.recipe}: {comparison.evaluation}", "bold"), _table(comparison)]
@@ -32,8 +33,10 @@ def summary(found: Report) -> RenderableType:
         if not run.evaluations:
             parts.append(Text(f" not evaluated; run fastcssl-eval {quote(run.name)}", "yellow"))
         if run.bound is not None:
-            share = f" bounded by {NAMES[run.bound.stage]}, {100 * run.bound.shares[run.bound.stage]:.0f} % of its time"
-            sentence = run.bound.sentence if len(found.runs) <= _FEW_RUNS else share.strip()
+            share = (
+                f"Bottleneck: {NAMES[run.bound.stage]} ({100 * run.bound.shares[run.bound.stage]:.0f} % of the time)"
+            )
+            sentence = run.bound.sentence if len(found.runs) <= _FEW_RUNS else share
             parts.append(Padding(Text(sentence), (0, 0, 0, 1)))
     parts += ["", Text.assemble(("page     ", "dim"), str(found.page))]
     if found.pictures:

@@ -1,5 +1,6 @@
-"""A configuration and prepared data to a trained run.
+"""Trains a run from a recipe and prepared data.
 
-A recipe and a folder of shards come in; a run folder with encoders and checkpoints goes out. Start with loop.py, the
-training loop; build.py makes what it trains, and session.py keeps the folder, the display and the checkpoints.
+The input is a recipe and a folder of shards; the output is a run folder with encoders and checkpoints. Start reading
+with loop.py, the training loop. build.py builds what it trains; session.py looks after the folder, the display and the
+checkpoints.
 """

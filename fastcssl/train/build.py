@@ -1,4 +1,4 @@
-"""A run: what is built for it, and what a checkpoint of it holds."""
+"""Builds a run: data, encoder, method, strategy and loader. Also defines what a checkpoint of it holds."""
 
 import hashlib
 import json
@@ -29,13 +29,15 @@ from fastcssl.learn.precision import amp_dtype, strides_over_a_pixel
 from fastcssl.learn.strategies import CurrentTask
 from fastcssl.runs.bottleneck import Machine
 
-if TYPE_CHECKING:  # a meter needs a run to report positions
+if TYPE_CHECKING:  # the meter imports Run and reports positions
     from fastcssl.train.state import Position
 
 FORMAT = 1
 
 
 class Run:
+    """Everything that is built once and used by all tasks: data, encoder, method, strategy and loader."""
+
     def __init__(self, config: Config, data: Path, world: World, device: torch.device) -> None:
         self.config, self.device = config, device
         self.world = replace(world, scope=config.scope)
@@ -78,6 +80,7 @@ class Run:
         self.loader = Loader(self.data, self.loader_config, self.world)
 
     def task(self, index: int) -> CurrentTask:
+        """Returns the task as the strategy sees it, with the numbers of all earlier tasks."""
         earlier = tuple(number for tasks in self.tasks[:index] for number in tasks)
         return CurrentTask(index=index, tasks=self.tasks[index], earlier=earlier, open=self.loader.open)
 
@@ -89,7 +92,7 @@ class Run:
         return len(self.loader.open(Selection(tasks=self.tasks[index])))
 
     def machine(self) -> Machine:
-        """What the loader and the model run on, as far as it decides how fast."""
+        """Returns the facts about this machine and configuration that decide the speed."""
         return Machine(
             device=self.device.type,
             loader=self.loader.name,
@@ -102,7 +105,7 @@ class Run:
         )
 
     def described(self, recipe: Recipe, data: Path) -> dict[str, Any]:
-        """RUN/config.json."""
+        """Returns the content of RUN/config.json."""
         return {
             "config": plain(self.config),
             "sources": dict(recipe.sources),
@@ -116,7 +119,7 @@ class Run:
         }
 
     def state(self, position: "Position") -> dict[str, Any]:
-        """The part that outlives a task."""
+        """Returns the part of a checkpoint that outlives a task."""
         return {
             "format": FORMAT,
             "config": self.config.identity(),
@@ -129,7 +132,7 @@ class Run:
         }
 
     def export(self, path: Path, index: int) -> None:
-        """Writes the encoder as the task leaves it, for anyone."""
+        """Writes the encoder as it is after the task, with the metadata that other programs need."""
         config, view = self.config, self.config.views.probe_view()[0]
         path.parent.mkdir(exist_ok=True)
         metadata = {
@@ -146,10 +149,10 @@ class Run:
         save_encoder(path, self.encoder, config.encoder, metadata)
 
     def renew_banks(self, task: CurrentTask) -> None:
-        """Keeps, drops or replaces what the banks hold of the last task, at the start of the next.
+        """Keeps, drops or replaces the keys of the previous task in the banks, at the start of a task.
 
-        With prefill both models' banks are filled from the network as the last task left it, which both models then
-        are.
+        With prefill, the banks of both models are filled by the network as the previous task left it. At this point
+        both models are equal to that network.
         """
         banks = [*self.method.banks, *self.strategy.banks]
         config = self.config.method.bank
@@ -169,19 +172,20 @@ class Run:
                 network.train()
 
     def load_method(self, state: dict[str, Any]) -> None:
+        """Loads the method and its copies from a checkpoint."""
         self.method.load_state_dict(state["method"])
         for name, item in self.method.copies.items():
             item.load_state_dict(state["method_copies"][name])
 
     def load_strategy(self, state: dict[str, Any]) -> None:
-        """Its shapes must be those of the task in which the state was taken: `begin_task` sees to that."""
+        """Loads the strategy and its copies from a checkpoint. `begin_task` must have given them that task's shapes."""
         self.strategy.load_state_dict(state["strategy"])
         for name, item in self.strategy.copies.items():
             item.load_state_dict(state["strategy_copies"][name])
 
 
 def _tasks(config: Config, data: Prepared) -> list[tuple[int, ...]]:
-    """What is trained one after the other: tasks of the manifest, or their union as one."""
+    """Returns the manifest's tasks in the order of training; joint training has all of them as one."""
     count = len(data.manifest.tasks)
     if config.only_task is not None:
         if not 0 <= config.only_task < count:
@@ -193,7 +197,7 @@ def _tasks(config: Config, data: Prepared) -> list[tuple[int, ...]]:
 
 
 def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: World) -> None:
-    """Everything about the data and the machine that is cheaper to say now than at the first step."""
+    """Raises a UserError for data or settings that would otherwise fail only after training has started."""
     manifest, expect = data.manifest, config.expect
     method, strategy = methods.method_of(config.method), strategies.strategy_of(config.strategy)
     strategy.check(config.strategy, method)
@@ -202,13 +206,13 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
         raise UserError(f"There is no --compile {config.compile!r}. {nearest(config.compile, ('off', *known))}")
     if strategy.replays and config.loader == "dali":
         raise UserError(
-            f"{strategy.name} reads earlier samples beside the task's own, but --loader dali runs one stream only. "
+            f"{strategy.name} reads earlier samples beside the task's own, but --loader dali supports only one stream. "
             "Use --loader auto."
         )
     if method.supervised and len(manifest.classes) < 2:
         raise UserError(
-            f"{method.name} learns from labels, but {data.folder} has a single class. Prepare it with a folder for "
-            "each class, or choose another method."
+            f"{method.name} learns from labels, but {data.folder} has a single class. Prepare it with one folder per "
+            "class, or choose another method."
         )
     if expect.source not in ("any", manifest.source.kind):
         raise UserError(
@@ -216,19 +220,19 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
             f"{manifest.source.kind}. Give other data, or --expect.source any."
         )
     split = manifest.scenario
-    # Joint training uses all tasks at once, however they were cut.
+    # Joint training uses all tasks together, so the split does not matter.
     if not strategy.union and (
         expect.scenario not in ("any", split.kind) or expect.num_tasks not in (0, split.num_tasks)
     ):
         raise UserError(
             f"The recipe {config.recipe} is made for {expect.num_tasks} {expect.scenario} tasks, but {data.folder} is "
-            f"split into {split.num_tasks} {split.kind} tasks. Split it again, in seconds: fastcssl-prep split "
+            f"split into {split.num_tasks} {split.kind} tasks. Split it again (seconds): fastcssl-prep split "
             f"{data.folder} --scenario {expect.scenario} --tasks {expect.num_tasks} --name {config.recipe}, then "
-            f"--data {data.folder / f'{config.recipe}.json'}."
+            f"train with --data {data.folder / f'{config.recipe}.json'}."
         )
     if config.batch_size % (world.size * config.accumulate):
         raise UserError(
-            f"The batch size {config.batch_size} is over all processes and micro-batches, and cannot be shared equally "
+            f"The batch size {config.batch_size} counts all processes and micro-batches, and cannot be shared equally "
             f"by {world.size} x {config.accumulate}. Use a multiple of {world.size * config.accumulate}."
         )
     for index, numbers in enumerate(tasks):

@@ -1,7 +1,7 @@
-"""What a run will take, before it is started: steps, memory, disk, time. For `fastcssl-train --dry-run`.
+"""Estimates the steps, memory, disk space and time of a run before it starts, for `fastcssl-train --dry-run`.
 
-Time is measured, not guessed: a few real steps of a second task, where a frozen network and its predictor take part,
-with random images on this machine, and a few real batches of the loader.
+Time is measured on this machine: a few steps on random images and a few real batches of the loader. The steps are those
+of a second task, which includes the frozen network and its predictor.
 """
 
 import os
@@ -32,12 +32,14 @@ from fastcssl.runs.display import duration
 from fastcssl.train.build import Run, check
 
 _REPEATS = 2
-_ENOUGH_SECONDS = 1.5  # a step that takes so long is not made larger to measure it
+_ENOUGH_SECONDS = 1.5  # a step this long is measured as it is; a shorter one is measured with more images
 _LOADER_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskForecast:
+    """The size of one task."""
+
     name: str
     num_images: int
     steps_per_epoch: int
@@ -46,13 +48,15 @@ class TaskForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
+    """Measured times of a training step and of the loader."""
+
     seconds_per_step: float  # on one device, without loading
-    num_measured: int  # images in a measured step
-    num_wanted: int  # in a real one
-    images_per_s_loaded: float  # two views each, on this machine's cores
+    num_measured: int  # images in the measured step
+    num_wanted: int  # images in a real one
+    images_per_s_loaded: float  # with all their views, on this machine's cores
 
     def seconds(self, num_steps: int, local_batch: int, device: torch.device) -> float:
-        """On a CPU loading and training share the cores; beside a GPU the slower one decides."""
+        """Returns the time of `num_steps` steps. On a CPU, loading and training add up; with a GPU they overlap."""
         loading = local_batch / self.images_per_s_loaded
         each = max(self.seconds_per_step, loading) if device.type == "cuda" else self.seconds_per_step + loading
         return num_steps * each
@@ -60,7 +64,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a run will take. Memory and disk in bytes, by what they are for."""
+    """The estimate of a run."""
 
     config: Config
     world_size: int
@@ -71,12 +75,12 @@ class Forecast:
     lr_peak: float
     local_batch: int
     num_parameters: int
-    memory: dict[str, int]  # bytes a device, by what they are for
-    memory_total: int  # of the device, or free on the host
-    disk: dict[str, int]  # bytes, by what they are for
+    memory: dict[str, int]  # bytes per device, by purpose
+    memory_total: int  # bytes of the device, or free bytes of the host
+    disk: dict[str, int]  # bytes, by purpose
     disk_free: int
     data_bytes: int
-    speed: Speed | None  # None: not measured
+    speed: Speed | None  # None if it was not measured
 
     @property
     def num_steps(self) -> int:
@@ -96,17 +100,20 @@ def forecast(
     *,
     out: Path = Path(),
 ) -> Forecast:
-    """`data`: a prepared folder or one of its manifests. One device stands for all `world_size` of them."""
+    """Returns the estimate of a run on `world_size` devices, measured on one of them.
+
+    data: a prepared folder or one of its manifests. out: where the run would be written.
+    """
     local_batch = config.batch_size // world_size
     if local_batch < 2:
         raise UserError(
-            f"A batch of {config.batch_size} gives {world_size} processes less than 2 images. Use a larger one."
+            f"A batch of {config.batch_size} gives {world_size} processes less than 2 images each. Use a larger batch."
         )
     run = Run(replace(config, batch_size=local_batch), data, World(), device)
     try:
         check(config, run.data, run.tasks, World(0, world_size))
         tasks = tuple(_task(run, index, config) for index in range(len(run.tasks)))
-        # The second task is like all later ones.
+        # All later tasks are like the second.
         for index in range(min(2, len(run.tasks))):
             run.strategy.begin_task(run.task(index), run.method)
         step = Step(run.method, run.strategy).train()
@@ -160,7 +167,7 @@ def _memory(run: Run, step: Step, micro_batch: int) -> dict[str, int]:
         "slow and frozen copies": sum(sizes.values()) - banks,
         "banks": banks,
         "activations": sum(activation_bytes(run.method.online, view.size_px, micro_batch, dtype) for view in views),
-        # One batch is trained on while the next is copied.
+        # One batch is used for training while the next is copied.
         "images": 2 * run.config.batch_size * sum(3 * view.size_px**2 for view in views) * dtype.itemsize,
     }
     if run.loader.name == "resident" and run.device.type == "cuda":
@@ -174,7 +181,7 @@ def _disk(run: Run, memory: dict[str, int], num_tasks: int) -> dict[str, int]:
     weights = _num_bytes(run.method.state_dict().values()) + _num_bytes(run.strategy.state_dict().values())
     checkpoint = weights + sum(memory.get(name, 0) for name in kept)
     return {
-        # One more while it is being written.
+        # One more exists while it is being written.
         "rolling checkpoints": (run.config.run.keep_checkpoints + 1) * checkpoint,
         "checkpoints at task ends": num_tasks * checkpoint,
         "encoders": num_tasks * _num_bytes(run.encoder.state_dict().values()),
@@ -229,7 +236,7 @@ def _speed(run: Run, step: Step, optimizer: torch.optim.Optimizer, local_batch: 
 
 
 def _seconds_of(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> float:
-    """One step with so many random images."""
+    """Returns the duration of one step with `count` random images."""
     device = run.device
     inputs = Inputs(
         views=tuple(
@@ -252,7 +259,7 @@ def _seconds_of(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, c
 
 
 def _loader_rate(run: Run) -> float:
-    """Images a second, from the second batch on."""
+    """Returns how many images per second the loader delivers, from the second batch on."""
     stream = run.loader.open(Selection(tasks=run.tasks[0], order="endless"))
     batches = stream.epoch(0)
     next(batches)
@@ -272,14 +279,15 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# ---- Showing it ------------------------------------------------------------------------------------------------------
+# ---- Display ---------------------------------------------------------------------------------------------------------
 
 
 def shown(found: Forecast) -> RenderableType:
+    """Returns the estimate as tables for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, collapse_padding=True)
     table.add_column("task", justify="right")
     table.add_column("name", overflow="fold")
-    for heading in ("images", "steps an epoch", "steps"):
+    for heading in ("images", "steps per epoch", "steps"):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, task in enumerate(found.tasks):
         table.add_row(
@@ -306,16 +314,16 @@ def _facts(found: Forecast) -> list[tuple[str, str, str]]:
     return [
         ("batch", f"{config.batch_size}{batch} images, {len(config.views.views())} views each", ""),
         ("optimiser", f"{found.optimizer}, {_schedule(found)}", ""),
-        ("network", f"{config.encoder.name}, {found.num_parameters / 1e6:.1f} million parameters are trained", ""),
+        ("network", f"{config.encoder.name}, {found.num_parameters / 1e6:.1f} million trained parameters", ""),
         (
             "memory",
-            f"about {human_bytes(memory)} a process, {memory / found.memory_total:.0%} of {place}: "
+            f"about {human_bytes(memory)} per process, {memory / found.memory_total:.0%} of {place}: "
             f"{_parts(found.memory)}",
             "bold yellow" if memory > 0.9 * found.memory_total else "",
         ),
         (
             "disk",
-            f"about {human_bytes(disk)}, {human_bytes(found.disk_free)} are free: {_parts(found.disk)}",
+            f"about {human_bytes(disk)}, {human_bytes(found.disk_free)} free: {_parts(found.disk)}",
             "bold yellow" if disk > 0.9 * found.disk_free else "",
         ),
         ("data", f"{human_bytes(found.data_bytes)}, loader {found.loader}", ""),
@@ -338,7 +346,7 @@ def _schedule(found: Forecast) -> str:
                 "set --optim.warmup-epochs"
             )
         rest = f"from {min(optim.warmup_start_lr, found.lr_peak):g} in {optim.warmup_epochs} epochs, then {rest}"
-    return f"{peak}, {rest}, anew in each task"
+    return f"{peak}, {rest}, restarted in each task"
 
 
 def _parts(parts: dict[str, int]) -> str:
@@ -358,9 +366,9 @@ def _time(found: Forecast) -> list[tuple[str, str, str]]:
     compute = found.num_steps * speed.seconds_per_step
     return [
         (
-            "a step",
+            "step",
             f"{speed.seconds_per_step:.3g} s on this {found.device.type.upper()}, measured on random images{how}; "
-            f"{duration(compute)} for all, without loading",
+            f"{duration(compute)} for all steps, without loading",
             "",
         ),
         ("loading", f"{speed.images_per_s_loaded:,.0f} images/s on this machine, measured", ""),

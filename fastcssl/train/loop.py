@@ -1,6 +1,6 @@
 """The training loop: for each task, for each epoch, for each batch. Read it top to bottom.
 
-`train` may be called again with the same arguments after any interruption and continues from the last checkpoint.
+After any interruption, call `train` again with the same arguments: it continues from the last checkpoint.
 """
 
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ def train(
     device: torch.device | None = None,
     console: Console | None = None,
 ) -> Outcome:
-    """Trains all tasks and returns how it ended. Every rank calls it.
+    """Trains all tasks and returns how training ended. Every rank calls it.
 
-    `start_from`: "RUN@k", another run's state after its task k.
+    start_from: "RUN@k", to start with the state of another run after its task k.
     """
     with ExitStack() as stack:
         run = Run(recipe.config, data, world or World(), device or torch.device("cpu"))
@@ -112,7 +112,7 @@ def train_step(run: Run, task: TaskState, batch: Batch) -> dict[str, Tensor]:
 
 
 def _begin_task(run: Run, session: Session, index: int, step: int) -> TaskState:
-    """Builds what the task is trained with, and fills it from the checkpoint where the run continues inside it."""
+    """Builds the state of a task, and loads it from the checkpoint if the run resumes inside this task."""
     config, inside = run.config, session.start.inside(index)
     task = run.task(index)
     session.reporter.begin_task(index)
@@ -123,7 +123,7 @@ def _begin_task(run: Run, session: Session, index: int, step: int) -> TaskState:
     module = Step(run.method, run.strategy)
     module.train()
     if config.compile != "off":
-        torch.compiler.reset()  # it gives up after eight modules of one class, and this is a task's
+        torch.compiler.reset()  # it compiles at most eight modules of one class, and every task has one
         module.compile(backend=config.compile)
     stream = run.loader.open(Selection(tasks=task.tasks))
     start = session.start.position if inside else Position(task=index, step=step)
@@ -146,14 +146,14 @@ def _begin_task(run: Run, session: Session, index: int, step: int) -> TaskState:
 
 
 def _batches(run: Run, task: TaskState, epoch: int) -> Iterator[Batch]:
-    """Returns the batches of an epoch; epochs are counted over the whole run for the random draws."""
+    """Returns the batches of an epoch. For the random draws, epochs are counted over all tasks."""
     number = task.index * run.config.epochs + epoch
     task.labelled = task.parity.batches(number) if task.parity else None
     return task.stream.epoch(number)
 
 
 def _tell_replaced(run: Run, session: Session, task: TaskState) -> None:
-    """After an epoch: tells of the task's samples that could not be decoded, when there are more than before."""
+    """Reports the samples of this task that could not be decoded, if an epoch has met more of them."""
     quarantine = task.stream.quarantine
     count = sum(int(number) for number in run.world.collect(torch.tensor([len(quarantine)])))
     if count > task.num_replaced:

@@ -1,4 +1,4 @@
-"""The clocks, the sums and the reports of one task, so that the loop holds nothing but training."""
+"""Measures and reports one task, so that the loop contains only training."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from fastcssl.train.state import Position
 
 
 class Meter:
-    """Follows a task step by step. The counters `epoch`, `batch` and `step` name the next step to make."""
+    """Counts, times and reports the steps of a task. `epoch`, `batch` and `step` are those of the next step."""
 
     def __init__(self, run: Run, index: int, stream: Stream, start: Position) -> None:
         self._run, self._index, self._stream = run, index, stream
@@ -28,20 +28,20 @@ class Meter:
         self.num_steps = run.config.epochs * len(stream)  # of the task
         self.rates, self.stages = Rates(), StageTimes()
         self._idle = DeviceIdle(run.device)
-        self._sums: dict[str, Tensor] = {}  # of each term, over the epoch's steps so far
-        self._terms: dict[str, Tensor] = {}  # of the last step
+        self._sums: dict[str, Tensor] = {}  # sum of each term over the steps of this epoch
+        self._terms: dict[str, Tensor] = {}  # terms of the last step
         self._probe_s = self._began = self._epoch_began = self._waited = self._augmented = 0.0
 
-    # ---- Where the task is -------------------------------------------------------------------------------------------
+    # ---- Position ----------------------------------------------------------------------------------------------------
 
     @property
     def task_step(self) -> int:
-        """Returns how many steps of the task were made before this one."""
+        """Returns how many steps of the task have been completed."""
         return self.epoch * len(self._stream) + self.batch
 
     @property
     def epoch_of_task(self) -> float:
-        """Returns the place in the task, in epochs."""
+        """Returns the progress within the task, in epochs."""
         return self.task_step / len(self._stream)
 
     @property
@@ -72,7 +72,7 @@ class Meter:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Counts the parity probe's part of a step apart."""
+        """Times the parity probe's part of a step separately."""
         began = time.perf_counter()
         yield
         self._probe_s += time.perf_counter() - began
@@ -93,14 +93,14 @@ class Meter:
 
     @contextmanager
     def paused(self, stage: str) -> Iterator[None]:
-        """Counts what interrupts the steps, such as a checkpoint, to a stage of its own."""
+        """Times an interruption between steps, such as a checkpoint, as a stage of its own."""
         with self.stages.timed(stage):
             yield
         self._idle.pause()
         self._began = time.perf_counter()
 
     def follow(self) -> None:
-        """Reads the clocks that run beside the loop."""
+        """Reads the clocks that run outside the loop: those of the loader and of the device."""
         self.stages.follow("loader", self._run.loader.stage_seconds())
         if self._run.device.type == "cuda":
             own = {"idle": self._idle.seconds, "transfer": 0.0, "augment": 0.0, **self._stream.device_seconds}
@@ -113,7 +113,7 @@ class Meter:
         return self.step % self._config.run.log_every == 0 or self.epoch_is_over
 
     def step_report(self) -> StepReport:
-        """Returns the report of the step made last. Every rank asks for it: the terms are means over ranks."""
+        """Returns the report of the last step. Every rank must call it, because the terms are means over ranks."""
         mean = self._means(self._terms)
         lr = lr_at(self._config.optim, self._peak, (self.task_step - 1) / len(self._stream), self._config.epochs)
         return StepReport(
@@ -130,7 +130,7 @@ class Meter:
         )
 
     def epoch_report(self) -> EpochReport:
-        """Returns the report of the epoch that just ended. Every rank asks for it."""
+        """Returns the report of the epoch that just ended. Every rank must call it."""
         mean = self._epoch_means()
         return EpochReport(
             step=self.step,
@@ -146,7 +146,7 @@ class Meter:
         )
 
     def task_report(self, accuracy: dict[str, float]) -> TaskReport:
-        """Returns the report of the whole task. Every rank asks for it."""
+        """Returns the report of the whole task. Every rank must call it."""
         return TaskReport(
             step=self.step,
             task=self._index,
@@ -165,7 +165,7 @@ class Meter:
         return self._means({name: value / len(self._stream) for name, value in self._sums.items()})
 
     def _means(self, terms: dict[str, Tensor]) -> dict[str, float]:
-        """Returns the means over ranks, on the host."""
+        """Returns the means over all ranks as Python numbers."""
         if not terms:
             return {}
         stacked = torch.stack([term.detach().double() for term in terms.values()])

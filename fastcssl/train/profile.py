@@ -1,4 +1,7 @@
-"""A trace of a few steps by torch's profiler, for --profile: RUN/profile/rank0.json, to open in Perfetto or Chrome."""
+"""Traces a few steps with torch's profiler, for --profile.
+
+Every rank writes a file such as RUN/profile/rank0.json, which Perfetto and Chrome can open.
+"""
 
 from pathlib import Path
 from types import TracebackType
@@ -9,12 +12,12 @@ from torch.profiler import ProfilerActivity
 
 from fastcssl.train.build import Run
 
-_SKIPPED_STEPS = 5  # the first ones compile, tune and fill queues
+_SKIPPED_STEPS = 5  # the first steps compile, tune and fill queues
 _CATEGORIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA]}
 
 
 class Profile:
-    """Records `num_steps` steps after the first few. 0 records nothing and costs nothing."""
+    """Records `num_steps` steps after the first few. With 0 it records nothing and costs nothing."""
 
     def __init__(self, num_steps: int, run: Run, folder: Path) -> None:
         self._path = folder / f"rank{run.world.rank}.json"

@@ -1,4 +1,4 @@
-"""Everything that a run says while it trains: its log, its display and its status file. Rank 0 alone speaks."""
+"""Writes the log, the display and the status file of a run while it trains. Only rank 0 writes."""
 
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Reporter:
     """Writes and shows reports. On ranks other than 0 every method does nothing."""
 
     def __init__(self, run: Run, *, data: Path, folder: RunFolder, start: Position | None, console: Console | None):
-        """`start`: the position of the checkpoint that the run continues from, None for a new run."""
+        """`start`: the position of the checkpoint that the run resumes from, or None for a new run."""
         config = run.config
         self._run, self._folder, self._leads = run, folder, run.world.rank == 0
         self._steps = [config.epochs * run.steps_per_epoch(index) for index in range(len(run.tasks))]
@@ -91,7 +91,7 @@ class Reporter:
         self._display.epoch_end(report)
 
     def probe(self, step: int, task: int, result: ProbeResult) -> dict[str, float]:
-        """Returns the accuracies by the name of the probe."""
+        """Reports a probe and returns its accuracies by name."""
         accuracy = {"linear": result.linear_top1}
         if result.knn_top1 is not None:
             accuracy = {"knn": result.knn_top1, **accuracy}
@@ -103,12 +103,12 @@ class Reporter:
         return accuracy
 
     def replaced(self, step: int, count: int, samples: dict[str, str]) -> None:
-        """Tells of images that could not be decoded: how many on all ranks, and those met here by name."""
+        """Reports images that could not be decoded: the number on all ranks, and the names of this rank's."""
         self.log.event("replaced", step=step, count=count, samples=samples)
         such_as = f", such as {next(iter(samples.values()))}" if samples else ""
         self.note(
-            f"{count} stored {'images' if count > 1 else 'image'} could not be decoded, and others took their "
-            f"place{such_as}. Run fastcssl-prep verify {self._run.data.folder}.",
+            f"{count} stored {'images' if count > 1 else 'image'} could not be decoded{such_as}. Other images are "
+            f"used instead. Run fastcssl-prep verify {self._run.data.folder}.",
             warning=True,
         )
 

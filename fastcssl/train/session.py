@@ -1,6 +1,7 @@
-"""What surrounds the training loop: the run's folder and its lock, checkpoints, probes, and how training ended.
+"""Everything around the training loop: the run's folder and its lock, checkpoints, probes and the outcome.
 
-The loop calls it at fixed points. Every rank has one and makes the same calls; only rank 0 writes and speaks.
+The loop calls a `Session` at fixed points. Every rank has one and makes the same calls; only rank 0 writes files and
+messages.
 """
 
 from contextlib import ExitStack
@@ -29,16 +30,16 @@ from fastcssl.train.watch import Decision, Watch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How training ended: the run's folder, and a report of each task that it finished."""
+    """How training ended: the run's folder, and one report per finished task."""
 
     folder: Path
     status: Literal["finished", "stopped"]
-    signal: int = 0  # that stopped it, or 0
+    signal: int = 0  # the signal that stopped it, or 0
     tasks: tuple[TaskReport, ...] = ()
 
 
 class Session:
-    """Opens a run's folder. `start` says where training begins, `reporter` takes what it has to say."""
+    """Opens a run's folder. `start` is where training begins; `reporter` takes all messages and reports."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Session:
         self._run, self._world, self.folder = run, run.world, RunFolder(out)
         self._leads = run.world.rank == 0
         with ExitStack() as stack:
-            # The first to enter: a checkpoint that is being written is waited for inside it.
+            # Entered first and left last, so that a signal cannot interrupt the wait for a checkpoint being written.
             self._stop = stack.enter_context(Stop())
             self._enter_folder(stack, resume)
             self.start = find_start(run, self.folder, data, start_from)
@@ -122,7 +123,7 @@ class Session:
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, decision: Decision, step: int, state: dict[str, Any]) -> None:
-        """Writes a checkpoint, which is waited for before a stop. Raises Diverged when that was decided."""
+        """Writes a checkpoint, and waits for it if the run stops. Raises Diverged if that is the decision."""
         state = self._whole(state)
         if decision is Decision.DIVERGED:
             raise Diverged(self.watch.diverged(step, self._save_failed(step, state)))
@@ -134,7 +135,7 @@ class Session:
         self.watch.saved()
 
     def _save_failed(self, step: int, state: dict[str, Any]) -> str:
-        """Returns where the state of a run that diverged is."""
+        """Saves the state of a run that diverged and returns where it is."""
         if not self._checkpoints:
             return "rank 0's folder"
         try:
@@ -143,7 +144,7 @@ class Session:
             return f"no file: {error}"
 
     def _tell_failure(self, checkpoints: Checkpoints) -> None:
-        """Tells of a write that failed. A full disk does not end the run: the next checkpoint may fit again."""
+        """Reports a checkpoint that could not be written. A full disk does not end the run: the next one may fit."""
         checkpoints.wait()
         failure = checkpoints.check()
         if failure:
@@ -159,6 +160,7 @@ class Session:
     # ---- Probes and the end of a task --------------------------------------------------------------------------------
 
     def probe(self, step: int, index: int) -> None:
+        """Probes the encoder and reports the accuracies."""
         run = self._run
         if self.parity is not None:
             result = self.parity.validate(run.encoder)
@@ -174,11 +176,11 @@ class Session:
         self._accuracy[index] = self.reporter.probe(step, index, result)
 
     def accuracy(self, index: int) -> dict[str, float]:
-        """Returns what the last probe of a task found, by the name of the probe."""
+        """Returns the accuracies of a task's last probe, by name."""
         return self._accuracy.get(index, {})
 
     def end_task(self, report: TaskReport, state: dict[str, Any]) -> None:
-        """Exports the encoder and writes the checkpoint that stays."""
+        """Exports the encoder and writes the checkpoint of a finished task, which is kept."""
         if self._leads:
             self._run.export(self.folder.encoder(self._run.tasks[report.task]), report.task)
         self._tasks.append(report)
@@ -196,7 +198,7 @@ class Session:
     def stopped(self, step: int) -> Outcome:
         signal = self._world.agree(self._stop.requested)
         self.reporter.write_status("stopped")
-        self.reporter.note(f"Stopped at step {step:,}; run the same command to go on.")
+        self.reporter.note(f"Stopped at step {step:,}; run the same command to resume.")
         return Outcome(folder=self.folder.root, status="stopped", signal=signal, tasks=tuple(self._tasks))
 
     def finished(self, step: int) -> Outcome:

@@ -1,4 +1,4 @@
-"""Where a run starts: at its beginning, at its own newest checkpoint, or from another run's finished task."""
+"""Finds where a run starts: at its beginning, at its own newest checkpoint, or after a task of another run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,20 +19,20 @@ _OWN_TO_A_STRATEGY = ("strategy", "online_probe", "probe_lr")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Start:
-    """`state` is None at the beginning of a run."""
+    """The starting point of a run. `state` is None for a new run."""
 
     position: Position = field(default_factory=Position)
     state: dict[str, Any] | None = None
-    tasks: tuple[TaskReport, ...] = ()  # that were finished before
+    tasks: tuple[TaskReport, ...] = ()  # already finished
     warnings: tuple[str, ...] = ()
 
     def inside(self, index: int) -> bool:
-        """Returns whether the run continues in the middle of this task."""
+        """Returns whether the run resumes in the middle of this task."""
         return self.state is not None and index == self.position.task and not self.position.ended
 
 
 def find_start(run: Run, folder: RunFolder, data: Path, start_from: str | None) -> Start:
-    """Returns the newest whole checkpoint of this run; failing that, the state of the run that it starts from."""
+    """Returns the newest intact checkpoint of this run or, if it has none, the state of the run it starts from."""
     leads = run.world.rank == 0
     found: Found | None = latest(folder.checkpoints) if leads else None
     warnings = found.warnings if found else ()
@@ -64,15 +64,15 @@ def find_start(run: Run, folder: RunFolder, data: Path, start_from: str | None) 
 
 
 def _shared(identity: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a run has in common with one of another strategy that starts from it."""
+    """Returns the settings that a run must share with the run it starts from; the strategy may differ."""
     return {key: value for key, value in identity.items() if key not in _OWN_TO_A_STRATEGY}
 
 
 def restore(run: Run, start: Start) -> None:
-    """Puts the values of a checkpoint into what was built for the run."""
+    """Loads the checkpoint's values into the run."""
     if start.state is None:
         return
-    # Shapes first, then values; the frozen copy made here is replaced by the one of the checkpoint.
+    # Shapes first, then values. The frozen copy created here is replaced by the checkpoint's.
     task = run.task(start.position.task)
     run.strategy.begin_task(task, run.method)
     run.load_method(start.state)
@@ -81,7 +81,7 @@ def restore(run: Run, start: Start) -> None:
     if same and start.state["strategy_name"] == run.strategy.name:
         run.load_strategy(start.state)
     else:
-        # From another strategy's run: ours learns from the finished task what it needs to know.
+        # The state is from a run with another strategy: ours derives what it needs from the finished task.
         run.strategy.begin_task(task, run.method)
         run.strategy.end_task(task, run.method)
     ranks = start.state["rng"]

@@ -1,4 +1,4 @@
-"""What a run does that its user may not expect, in sentences that are said at its start."""
+"""Warnings at the start of a run about settings whose effect the user may not expect."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,12 +9,12 @@ from fastcssl.train.build import Run
 
 
 def startup_warnings(run: Run, sources: Mapping[str, str]) -> Iterator[str]:
-    """`sources`: of each value of the configuration, by dotted key."""
+    """Yields one sentence per warning. `sources`: the source of each setting, by dotted key."""
     config, method = run.config, run.method
     if config.accumulate > 1 and method.in_batch:
         yield (
             f"{method.name} compares the samples of a batch with each other; with --accumulate {config.accumulate} it "
-            f"sees {config.batch_size // config.accumulate} at a time, and trains differently."
+            f"sees only {config.batch_size // config.accumulate} at a time, which changes the training."
         )
     budget = config.strategy.budget
     if run.strategy.replays and budget is not None and len(run.tasks) > 1:
@@ -30,7 +30,7 @@ def startup_warnings(run: Run, sources: Mapping[str, str]) -> Iterator[str]:
     if weighs and kind != RECIPES[config.recipe].source and sources.get("strategy.weight") != COMMAND_LINE:
         assert isinstance(config.strategy, PnrConfig)
         yield (
-            f"The weight of PNR's pseudo-negatives for {method.name} depends on the data, and none is known for "
-            f"{kind}: {config.strategy.weight:g} is taken, as the recipe {config.recipe} has it. "
-            "--strategy.weight sets another."
+            f"The best weight of PNR's pseudo-negatives for {method.name} depends on the data, and none is known for "
+            f"{kind}: {config.strategy.weight:g} is used, from the recipe {config.recipe}. "
+            "Use --strategy.weight to change it."
         )

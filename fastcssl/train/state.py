@@ -1,4 +1,4 @@
-"""Where a run stands, and what a task has while it is trained."""
+"""The position of a run, and the state of a task while it is trained."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,32 +16,32 @@ if TYPE_CHECKING:  # the meter reports positions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """The next step to make. `ended`: all steps of the task were made, and the strategy has closed it."""
+    """The next step of a run. `ended`: all steps of the task are done, and the strategy's `end_task` has run."""
 
     task: int = 0
-    epoch: int = 0  # of the task
-    batch: int = 0  # of the epoch
-    step: int = 0  # of the run
+    epoch: int = 0  # within the task
+    batch: int = 0  # within the epoch
+    step: int = 0  # within the run
     ended: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskState:
-    """Everything that a task has while it is trained, beside what outlives it."""
+    """The state that exists only while a task is trained."""
 
     index: int
-    start: Position  # its first step, or the step at which it is resumed
-    module: nn.Module  # what computes the loss terms; DDP's wrapper on several ranks
+    start: Position  # its first step, or the step at which it resumes
+    module: nn.Module  # computes the loss terms; wrapped by DDP on several ranks
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     stream: Stream
     meter: "Meter"
     parity: ParityProbe | None = None
-    num_replaced: int = 0  # samples that could not be decoded, as last told
+    num_replaced: int = 0  # samples that could not be decoded, as last reported
     labelled: Iterator[Batch] | None = None  # the parity probe's batches of this epoch
 
     def first_batch(self, epoch: int) -> int:
-        """Returns the number of the batch with which an epoch begins here: 0, unless it is resumed inside."""
+        """Returns the first batch of an epoch: 0, unless the run resumes inside this epoch."""
         return self.start.batch if epoch == self.start.epoch else 0
 
     def state(self) -> dict[str, Any]:

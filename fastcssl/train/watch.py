@@ -1,4 +1,4 @@
-"""What all ranks do between two steps: train on, save, stop, or give up because the loss is not finite."""
+"""Decides what all ranks do after a step: continue, save, stop, or give up because the loss is not finite."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from fastcssl.train.build import Run
 
 
 class Decision(IntEnum):
-    """The ranks agree on the largest."""
+    """The possible decisions after a step. The ranks agree on the largest."""
 
     CONTINUE = 0
     SAVE = 1
@@ -21,11 +21,11 @@ class Decision(IntEnum):
 
 
 class Watch:
-    """Looks at the terms of recent steps, at the clock and at signals."""
+    """Watches the loss terms of recent steps, the clock and signals."""
 
     def __init__(self, run: Run, stop: Stop) -> None:
         self._world, self._stop = run.world, stop
-        # Asking a GPU for a value stops it; once every few steps is enough to notice a loss that is not finite.
+        # Reading a value from a GPU stalls it; checking every few steps is enough to notice a loss that is not finite.
         self._check_every = 1 if run.device.type == "cpu" else run.config.run.log_every
         self._save_every_s = 60 * run.config.run.checkpoint_minutes
         self._last_save = time.monotonic()
@@ -37,9 +37,9 @@ class Watch:
         self._last_save = time.monotonic()
 
     def decide(self, step: int, terms: dict[str, Tensor], *, last: bool) -> Decision:
-        """Returns what all ranks do after this step. They speak to each other only at the steps that check.
+        """Returns what all ranks do after this step. They communicate only at steps that check the loss.
 
-        `last`: the step is the last one of its epoch, which always checks.
+        last: whether this is the last step of its epoch, which always checks.
         """
         self._recent.append((step, terms))
         if step % self._check_every and not last:
@@ -59,10 +59,10 @@ class Watch:
         return Decision(self._world.agree(own))
 
     def diverged(self, step: int, where: str) -> str:
-        """Returns the sentence about a loss that is not finite; `where`: the file that holds the state."""
+        """Returns the message for a loss that is not finite. `where`: the file that holds the state."""
         number, terms = self._bad or (step, {})
         listed = ", ".join(f"{name} {value:g}" for name, value in terms.items()) or "on another rank"
         return (
-            f"The loss is not finite at step {number} ({listed}). The state is in {where}, to look into; the last "
-            "checkpoint is whole. Try a smaller --optim.lr, a longer warm-up, or --precision fp32, in another --out."
+            f"The loss is not finite at step {number} ({listed}). The state is in {where}, for inspection; the last "
+            "checkpoint is intact. Try a smaller --optim.lr, a longer warm-up or --precision fp32, with another --out."
         )

@@ -92,8 +92,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (("--list", "dmo"), "Did you mean 'demo'?"),
         (("demo", "moco", "pnr", "extra"), "'extra' is a fourth word"),
         ((), "RECIPE METHOD STRATEGY"),
-        (("demo",), f"METHOD is {', '.join(methods.names())}"),
-        (("demo", "moco", "--data", "x"), f"STRATEGY is {', '.join(strategies.names())}"),
+        (("demo",), f"METHOD is one of {', '.join(methods.names())}"),
+        (("demo", "moco", "--data", "x"), f"STRATEGY is one of {', '.join(strategies.names())}"),
         (("--data", "x", *DEMO), "begins with fastcssl-train RECIPE METHOD STRATEGY"),
         ((*DEMO, "--settings", "publishd"), "Did you mean 'published'?"),
         ((*DEMO, "--settings"), "--settings needs a name"),
@@ -129,12 +129,12 @@ def test_help_before_and_between_the_words(
 def test_help_with_the_words_shows_the_flags_with_their_values(args: tuple[str, ...], run: Run) -> None:
     status, out, err = run(*args)
     assert status == 0 and err == ""
-    common = out.partition("Everything else")[0]
+    common = out.partition("All other flags")[0]
     assert len(common.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 80
     for flag, *_ in COMMON:
         assert f"{flag} " in common
     assert "--epochs 12 " in common and "runs/demo-moco-pnr-seed5" in common
-    rest = out.partition("Everything else")[2]
+    rest = out.partition("All other flags")[2]
     for line in ("--method.bank.size 512", "--encoder.name resnet18-w16", "--strategy.pn1 on", "--log-every 10"):
         assert line in rest
     assert "lars | sgd | adamw" in rest and 'the "queue size" of the papers' in rest
@@ -247,7 +247,7 @@ def test_help_names_every_loader() -> None:
         (("--epochs", "many"), "--epochs"),
         (("--epochs", "0"), "epochs is 0; give at least 1"),
         (("--optim.lr", "-1"), "optim.lr is -1.0"),
-        (("--strategy.pn1", "maybe"), "--strategy.pn1 maybe: say on or off"),
+        (("--strategy.pn1", "maybe"), "--strategy.pn1 maybe: use on or off"),
         (("--views.policy", "pnr-moco-cifr"), "Did you mean 'pnr-moco-cifar'?"),
         (("--encoder.name", "resnet19"), "Did you mean 'resnet18'?"),
         (("--online-probe", "evry=2"), "Did you mean 'every'?"),
@@ -255,7 +255,7 @@ def test_help_names_every_loader() -> None:
         (("--seeds", "5,,7"), "such as --seeds 5,6,7"),
         (("--seeds", "5,x"), "such as --seeds 5,6,7"),
         (("--seeds", "-1"), "--seeds"),
-        (("--seeds", "5,6,5"), "a seed is there twice"),
+        (("--seeds", "5,6,5"), "a seed occurs twice"),
         (("--seeds", "5,6", "--seed", "7"), "exclude each other"),
     ],
 )
@@ -305,7 +305,7 @@ def test_seeds_train_one_after_the_other_and_are_averaged(run: Run, trained: lis
         (CheckpointError("It differs."), 2, "It differs."),
         (RunFolderError("No room."), 2, "No room."),
         (Diverged("Step 7: nan."), 1, "Step 7: nan."),
-        (RankLost("Rank 1 is gone."), 1, "Rank 1 is gone. To go on, run the same command again."),
+        (RankLost("Rank 1 is gone."), 1, "Rank 1 is gone. Run the same command again to resume."),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 1, "CUDA out of memory. Use a smaller --batch-size"),
         (KeyboardInterrupt(), 130, ""),
     ],

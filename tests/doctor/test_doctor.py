@@ -88,7 +88,7 @@ def test_exit_status_and_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     good = Section("Good", (Finding("a", "ok", "fine"), Finding("b", "note", "absent", "get it")))
     bad = Section("Bad", (failed("c", "it is broken", "mend it"),))
     for sections, status, says in (
-        ((good,), 0, "All is well. 1 checks passed, 1 notes."),
+        ((good,), 0, "No problems found. 1 checks passed, 1 notes."),
         ((good, bad), 1, "1 failed: c."),
     ):
         made = [("x", lambda s=s: s) for s in sections]
@@ -106,7 +106,7 @@ def test_a_look_that_raises_is_a_failure_of_its_object() -> None:
 
     section = run_checks("Things", [("thing", broken), ("other", lambda: Finding("other", "ok", ""))])
     assert [finding.status for finding in section.findings] == ["failed", "ok"]
-    assert section.findings[0].text == "looking at it raised RuntimeError: first line"
+    assert section.findings[0].text == "this check raised RuntimeError: first line"
     with pytest.raises(ValueError, match="has no remedy"):
         Finding("thing", "failed", "broken")
 
@@ -153,7 +153,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         (tmp_path / f"{number}.tar").write_bytes(bytes(1_000_000 * (number + 1)))
     monkeypatch.setattr(machine, "READ_BYTES", 4_000_000)
-    assert "(4 MB in a row)" in machine.disk(tmp_path).text  # the largest first, no more than asked for
+    assert "(4 MB sequentially)" in machine.disk(tmp_path).text  # the largest first, no more than asked for
     monkeypatch.setattr(machine, "_read", lambda _, most: (most, 1.0, False))
     found = machine.disk(tmp_path / "0.tar")
     assert found.status == "note" and "4 MB/s" in found.text and "from memory" in found.text and found.remedy
@@ -211,7 +211,7 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     absent = packages.Optional("Thing", "no-such-thing", "no_such.thing", "--loader thing", "pip install thing")
     found = packages.optional(absent)
-    assert found.status == "note" and "--loader thing needs it" in found.text and "pip install thing" in found.remedy
+    assert found.status == "note" and "needed for --loader thing" in found.text and "pip install thing" in found.remedy
 
 
 def test_a_package_that_takes_the_interpreter_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_wrong_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "ours", wrong)
     found = list(operators.contrastive("cpu"))
     assert [each.status for each in found] == ["ok", "failed", "ok"]
-    assert "times what is allowed, at" in found[1].text and "plain torch takes its place" in found[1].remedy
+    assert "times the allowed error, at" in found[1].text and "plain torch is used instead" in found[1].remedy
 
 
 def test_a_wrong_ring_and_wrong_colours_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_races(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script(tmp_path, "compute-sanitizer", "echo 'Unable to find injection library' >&2; exit 1")
     assert all("could not run: Unable" in each.text and each.remedy for each in races.sanitized())
     script(tmp_path, "compute-sanitizer", "exec sleep 5")
-    assert all("no end after" in each.text for each in races.sanitized(limit_seconds=0.1))
+    assert all("not finished after" in each.text for each in races.sanitized(limit_seconds=0.1))
     compile(races.PROGRAM, "program", "exec")
 
 

@@ -96,5 +96,5 @@ def test_last_words_come_before_the_signal(harmless: dict[int, int], capsys: pyt
         return 0
 
     assert ended(run) == 1
-    assert capsys.readouterr().err == "error: Another rank was lost. To go on, run the same command again.\n"
+    assert capsys.readouterr().err == "error: Another rank was lost. Run the same command again to resume.\n"
     assert harmless == {}

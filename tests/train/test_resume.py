@@ -168,7 +168,7 @@ def test_the_command_stops_on_sigterm_with_its_status_and_goes_on(tmp_path: Path
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, out + err
-    assert "run the same command to go on" in out and "Traceback" not in err
+    assert "run the same command to resume" in out and "Traceback" not in err
     found = latest(tmp_path / "run/checkpoints")
     assert found is not None and found.step == lines(tmp_path / "run")[-1]["step"]
 

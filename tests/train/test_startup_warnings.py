@@ -64,7 +64,7 @@ def test_a_weight_that_nobody_chose_for_this_data(tmp_path: Path) -> None:
     for method, weight in (("byol", "0.5"), ("vicreg", "23")):
         found = tiny(method, "pnr")
         (said,) = _said(found, other)
-        assert f"none is known for folder: {weight} is taken" in said and "--strategy.weight" in said
+        assert f"none is known for folder: {weight} is used" in said and "--strategy.weight" in said
         chosen = dataclasses.replace(found, sources={**found.sources, "strategy.weight": COMMAND_LINE})
         assert _said(chosen, other) == []
     assert _said(tiny("simclr", "pnr"), other) == []
@@ -79,4 +79,4 @@ def test_labels_that_say_nothing(tmp_path: Path) -> None:
 
 def test_micro_batches_that_change_what_is_compared(data: Path) -> None:
     (said,) = _said(tiny("simclr", "finetune", accumulate=2), data)
-    assert "sees 8 at a time" in said
+    assert "sees only 8 at a time" in said

@@ -133,7 +133,7 @@ def test_micro_batches_push_each_and_step_once(
 def test_micro_batches_of_an_in_batch_method_are_warned_of(tmp_path: Path, two_tasks: Path) -> None:
     console, text = _console()
     run(tiny("simclr", "finetune", accumulate=2, epochs=1, only_task=0), two_tasks, tmp_path / "run", console=console)
-    assert "sees 8 at a time" in text.getvalue()
+    assert "sees only 8 at a time" in text.getvalue()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
