@@ -1,9 +1,9 @@
 #!/bin/bash
-# Trains on several nodes. Before its time is up the job saves, goes back into the queue and goes on from there:
+# Trains on several nodes. Before its time is up, the job saves, requeues itself and later continues from there:
 #
 #     sbatch docs/slurm.sh imagenet100-class5 moco pnr --data /data/in100 --out runs/pnr
 #
-# docs/resuming.md says why the lines are as they are. The run's folder must lie where all nodes see it.
+# docs/resuming.md explains the lines. The run folder must be on a file system that all nodes can access.
 #SBATCH --job-name=fastcssl
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -19,12 +19,12 @@ gpus_per_node=${SLURM_GPUS_ON_NODE:-8}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
 
-# srun passes SIGUSR1 on to torchrun on every node, but answers SIGTERM by killing at once.
+# srun forwards SIGUSR1 to torchrun on every node, but responds to SIGTERM by killing immediately.
 is_time_up=
 trap 'is_time_up=yes; kill -USR1 "$training"' USR1
 
-# torchrun passes on the signals that it is told of, and kills after the time-out.
-# A node whose ranks are done before rank 0 has saved must not end the others.
+# torchrun forwards only the signals listed here, and kills its ranks after the timeout.
+# A node whose ranks end before rank 0 has saved must not end the other nodes.
 srun --kill-on-bad-exit=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
   torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$gpus_per_node" \
   --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID" \
@@ -32,7 +32,7 @@ srun --kill-on-bad-exit=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
   -m fastcssl.cli.train "$@" &
 training=$!
 
-# A trapped signal ends `wait` early; it says how the training ended when that is over.
+# A trapped signal ends `wait` early, so wait again until the training has ended and its status is known.
 wait "$training"
 status=$?
 while kill -0 "$training" 2>/dev/null; do
@@ -40,7 +40,8 @@ while kill -0 "$training" 2>/dev/null; do
   status=$?
 done
 
-# torchrun ends with 1 whether it was stopped or failed, so only the signal decides. A run that finished is not requeued.
+# torchrun ends with 1 both when it was stopped and when it failed, so only the signal decides.
+# A run that finished is not requeued.
 if [ -n "$is_time_up" ] && [ "$status" -ne 0 ]; then
   exec scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -74,8 +74,8 @@ def test_they_are_known_by_name(package: Path, capsys: pytest.CaptureFixture[str
     assert Path(sys.modules["my_methods.hard"].__file__ or "").is_relative_to(package)
     assert command.main(["--list"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"hard +Hard SimCLR: of each batch, only the rows", out)
-    assert re.search(r"near +Near: the weights are pulled to where the last task left them\.", out)
+    assert re.search(r"hard +Hard SimCLR: learns only from the rows of a batch", out)
+    assert re.search(r"near +Near: pulls the weights to where the last task left them\.", out)
     assert command.main(["demo", "hard", "near", "--help"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"--method\.share 0\.5 +of the rows", out) and "--strategy.weight 0.01" in out
