@@ -7,7 +7,6 @@ V views, W ranks, C channels.
 """
 
 from dataclasses import replace
-from functools import reduce
 from typing import Any, TypeVar, cast
 
 import torch
@@ -186,7 +185,7 @@ class _AcrossRanks(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             own = torch.cat([sum_C for sums in reduced for sum_C in sums[:2]])
-            sums_V2C = world.add_over_ranks(own).view(num_views, 2, -1)
+            sums_V2C = world.add_over_ranks_(own).view(num_views, 2, -1)
             of_x = torch.cat(
                 [
                     kernels.backward(g, part, mean_C, invstd_C, weight, sums_2C, world.size)
@@ -211,7 +210,10 @@ def _sums(weight: Tensor | None, *of_views: tuple[Tensor, ...]) -> tuple[Tensor 
     """Returns the gradients of weight and bias, which the views share. Both are there, or neither is."""
     if weight is None:
         return None, None
-    return tuple(reduce(torch.add, grads) for grads in of_views)
+    total, *others = zip(*of_views, strict=True)  # one (weight, bias) per view
+    for grads in others:
+        total = tuple(torch._foreach_add(total, grads))
+    return total
 
 
 def synchronised(module: Module, world: World) -> Module:

@@ -143,10 +143,13 @@ class World:
 
     def add_over_ranks(self, x: Tensor) -> Tensor:
         """Returns the sum over all ranks, whatever the scope. Autograd does not see it."""
-        total = x.clone(memory_format=torch.contiguous_format)
+        return self.add_over_ranks_(x.clone(memory_format=torch.contiguous_format))
+
+    def add_over_ranks_(self, x: Tensor) -> Tensor:
+        """Adds up over all ranks in place, and returns the same tensor."""
         with self._group("total"):
-            dist.all_reduce(total)
-        return total
+            dist.all_reduce(x)
+        return x
 
     @contextmanager
     def _group(self, action: str) -> Iterator[None]:

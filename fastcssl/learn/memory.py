@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fastcssl import ops
+from fastcssl.learn.low_precision import LowPrecisionTwin
 from fastcssl.learn.nets import ViewPass
 
 AtTaskStart = Literal["keep", "reset", "prefill"]
@@ -25,6 +26,7 @@ class _NetworkCopy:
     def __init__(self, source: nn.Module) -> None:
         self.module = copy.deepcopy(source).requires_grad_(False)
         self._views = ViewPass(self.module)
+        self._twin: LowPrecisionTwin | None = None  # built when autocast is first on
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Any:
@@ -33,9 +35,17 @@ class _NetworkCopy:
     @torch.no_grad()
     def each(self, views: Sequence[Tensor]) -> Any:
         """Returns the network's outputs for all views, computed together (see `ViewPass`)."""
-        return self._views(views)
+        kind = views[0].device.type
+        # Compiled, the casts are fused anyway.
+        if torch.compiler.is_compiling() or not torch.is_autocast_enabled(kind):
+            return self._views(views)
+        dtype = torch.get_autocast_dtype(kind)
+        if self._twin is None or self._twin.dtype != dtype:
+            self._twin = LowPrecisionTwin(self.module, dtype)
+        return self._twin.each(views)
 
     def to(self, device: torch.device) -> None:
+        self._twin = None
         self.module.to(device)
         self.module.to(memory_format=torch.channels_last)
 
@@ -43,6 +53,7 @@ class _NetworkCopy:
         return dict(self.module.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._twin = None
         self.module.load_state_dict(state)
 
 
@@ -57,6 +68,8 @@ class EmaCopy(_NetworkCopy):
     def update(self, source: nn.Module, tau: float) -> None:
         """Sets slow to tau slow + (1 - tau) source. As in the references, only parameters are updated, not buffers."""
         torch._foreach_lerp_(list(self.module.parameters()), list(source.parameters()), 1 - tau)
+        if self._twin is not None:
+            self._twin.refresh()
 
 
 class FrozenCopy(_NetworkCopy):

@@ -77,11 +77,13 @@ def optimise(
                 stack.enter_context(module.no_sync())
             with torch.autocast(device_type, amp_dtype, enabled=amp_dtype is not None):
                 terms: dict[str, Tensor] = module(part)
-                loss = torch.stack(list(terms.values())).sum() / accumulate
+                loss = torch.stack(list(terms.values())).sum()
+                loss = loss if accumulate == 1 else loss / accumulate
             with watched("the backward pass"):
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         for name, term in terms.items():
-            sums[name] = sums.get(name, 0) + term.detach() / accumulate
+            share = term.detach() if accumulate == 1 else term.detach() / accumulate
+            sums[name] = sums[name] + share if name in sums else share
     scaler.step(optimizer)
     scaler.update()
     return sums

@@ -45,9 +45,13 @@ def environment(*, capability: int = 90, devices: int = 1) -> dict[str, str]:
 
 
 def run(code: str, *arguments: str, capability: int = 90, devices: int = 1) -> str:
-    """Runs Python code in such a process and returns what it printed; a failure shows its whole output."""
+    """Runs Python code, or with "-m" a module, in such a process and returns what it printed.
+
+    A failure shows its whole output.
+    """
+    what = [code] if code == "-m" else ["-c", code]
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code, *arguments],
+        [sys.executable, "-X", "faulthandler", *what, *arguments],
         env=environment(capability=capability, devices=devices),
         capture_output=True,
         text=True,

@@ -73,7 +73,8 @@ class Lump(Strategy):
         counter = np.random.Philox(key=self.setting.seed, counter=[0, 0, self.replay.batch, self.replay.epoch])
         share = np.random.Generator(counter).beta(self.config.alpha, self.config.alpha)
         view = inputs.views[0]
-        return torch.tensor(share, dtype=torch.promote_types(view.dtype, torch.float32), device=view.device)
+        # A fill, not torch.tensor: that copies from the host, and on a GPU the host would wait for it in every step.
+        return torch.full((), share, dtype=torch.promote_types(view.dtype, torch.float32), device=view.device)
 
 
 STRATEGY = Lump

@@ -31,6 +31,7 @@ from fastcssl.errors import UserError
 from fastcssl.learn.losses import contrast_among, unit, with_negative
 from fastcssl.learn.memory import Bank
 from fastcssl.learn.methods import Embeddings, Inputs, Method, Push, Rows
+from fastcssl.learn.nets import side_by_side
 from fastcssl.learn.strategies import CurrentTask, Distilling, Frozen, StrategyConfig
 
 Form = Literal["code", "paper"]
@@ -99,7 +100,7 @@ class Pnr(Distilling):
             return {"loss": method.loss_then_remember(e)}
         p, f = self.predictions(e.z), self.frozen_embeddings(inputs)
         if method.contrastive:
-            return self._contrastive(method, e, tuple(map(unit, p)), tuple(map(unit, f)))
+            return self._contrastive(method, e, _units(p), _units(f))
         return self._other(method, e, p, f)
 
     # ---- Methods with negatives --------------------------------------------------------------------------------------
@@ -119,10 +120,7 @@ class Pnr(Distilling):
         else:
             pairs = [self._paper_form(method, e, p, f)]
         plasticity, stability = zip(*pairs, strict=True)
-        return {
-            "plasticity": torch.stack([loss_M.mean() for loss_M in plasticity]).mean(),
-            "stability": torch.stack([loss_M.mean() for loss_M in stability]).mean(),
-        }
+        return {"plasticity": torch.cat(plasticity).mean(), "stability": torch.cat(stability).mean()}
 
     def _pushes(self, method: Method, e: Embeddings, f: tuple[Tensor, ...]) -> tuple[list[Push], list[Push]]:
         """Returns the keys that each bank's last sweep writes, for the current model's banks and the frozen ones."""
@@ -230,6 +228,11 @@ class Pnr(Distilling):
         if self.config.pn2:
             terms["repel"] = -self.config.weight * method.repel(p, f[::-1], self.config.form)
         return terms
+
+
+def _units(z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Returns the embeddings of all views with unit length, normalised together."""
+    return unit(side_by_side(z)).chunk(len(z))
 
 
 def _against(rows: Rows, keys: tuple[Tensor, ...], filled: tuple[Tensor | None, ...]) -> Rows:
