@@ -96,7 +96,7 @@ def _fold(x_HW: Array, y_HW: Array, sectors: int) -> tuple[Array, Array]:
 
 
 def _shape_sdf(shape: str, x_HW: Array, y_HW: Array) -> Array:
-    """Returns the signed distance to a shape of radius about 1. All shapes have similar areas, so area is no hint."""
+    """Returns the signed distance to a shape of radius about 1. The areas are similar and do not reveal the shape."""
     if shape == "ring":
         return np.abs(np.hypot(x_HW, y_HW) - 0.72) - 0.31
     if shape == "square":
