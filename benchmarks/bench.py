@@ -1,13 +1,13 @@
-"""`make bench`: loader, kernel, prep, evaluate and train, one after the other in their quick form; one table; charts.
+"""Runs `make bench`: the quick forms of loader, kernel, prep, evaluate and train, then one table and the charts.
 
     python benchmarks/bench.py                        # under ten minutes on two quiet cores
     python benchmarks/bench.py --only loader,kernel --out /tmp/results
-    python benchmarks/bench.py --charts-only          # what benchmarks/results holds, without measuring
+    python benchmarks/bench.py --charts-only          # show the stored results without measuring
 
-Names say what a file is. `NAME-quick.jsonl` is the last `make bench`, and `NAME-quick.png` its picture: these are
-written over each time. `NAME.jsonl` and `NAME-PART.jsonl` are full runs, made by hand with `python benchmarks/NAME.py
---json`; nothing here ever writes them, and only `--charts-only` draws them. A benchmark that fails leaves its file
-as it was, and the rest goes on; the exit status is then 1. An aim that is missed is shown so, and is no failure.
+`NAME-quick.jsonl` has the results of the last `make bench`, and `NAME-quick.png` is their chart. Each run overwrites
+them. `NAME.jsonl` and `NAME-PART.jsonl` are full runs, made by hand with `python benchmarks/NAME.py --json`. This
+script never writes them, and only `--charts-only` draws them. If a benchmark fails, its file stays unchanged, the
+others still run, and the exit status is 1. A missed aim is shown, but is not a failure.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ from timing import environment, write_json_lines
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-SECONDS = {"loader": 100, "kernel": 80, "prep": 70, "evaluate": 70, "train": 70}  # on two quiet cores, for the ETA
-LIMIT_SECONDS = 1800  # of one benchmark: past it, it hangs
+SECONDS = {"loader": 100, "kernel": 80, "prep": 70, "evaluate": 70, "train": 70}  # on two quiet cores
+LIMIT_SECONDS = 1800  # per benchmark; one that takes longer is assumed to hang
 PACKAGES = ("fastcssl", "torch", "torchvision", "numpy", "ffcv", "nvidia-dali-cuda130", "lightly")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     only: str = ""  # Benchmarks to run, separated by commas. Empty: all five.
-    out: Path | None = None  # Where results and charts go. Default: benchmarks/results.
-    charts_only: bool = False  # Draw charts and print the table from what is there, measure nothing.
-    smoke: bool = False  # Each in its smallest form: proves that all of it runs, measures nothing.
-    images: Path | None = None  # Photos for loader and prep. Without it the embedded set is drawn.
-    cifar: Path | None = None  # CIFAR-100 for the loader's 32-px rows. Without it: the embedded set.
-    threads: int | None = None  # Of evaluate and train. Default: two; one where others use the machine.
+    out: Path | None = None  # Where to write results and charts. Default: benchmarks/results.
+    charts_only: bool = False  # Draw charts and print the table of the stored results, without measuring.
+    smoke: bool = False  # Run each in its smallest form: shows that everything runs, but measures nothing.
+    images: Path | None = None  # Photos for loader and prep. Without it, the embedded set is used.
+    cifar: Path | None = None  # CIFAR-100 for the loader's 32-px rows. Without it, the embedded set is used.
+    threads: int | None = None  # Threads of evaluate and train. Default: 2. Use 1 if others use the machine.
 
     @property
     def form(self) -> str:
@@ -58,7 +58,7 @@ class Options:
         return names
 
     def words(self, script: str) -> list[str]:
-        """After the script's own name."""
+        """Returns the arguments of a script."""
         given: dict[str, object] = {"--images": self.images} if script in ("loader", "prep") else {}
         given |= {"--cifar": self.cifar} if script == "loader" else {}
         given |= {"--threads": self.threads} if script in ("evaluate", "train") else {}
@@ -70,11 +70,11 @@ class Options:
 
 class Outcome(NamedTuple):
     seconds: float
-    failure: str  # its last words; empty when it went well
+    failure: str  # the last line of its output; empty if it succeeded
 
 
 def run(script: str, words: Sequence[str], target: Path, on_tick: Callable[[float], None]) -> Outcome:
-    """In a session of its own, to be ended with what it has started. `target` is written once it is whole."""
+    """Runs a script in a new session, so that it can be killed with its children. Writes `target` if it succeeds."""
     with tempfile.TemporaryDirectory(prefix="fastcssl-bench-") as folder:
         numbers, log = Path(folder) / "numbers.jsonl", Path(folder) / "log"
         command = [sys.executable, str(HERE / f"{script}.py"), *words, "--json", str(numbers)]
@@ -103,7 +103,7 @@ def run(script: str, words: Sequence[str], target: Path, on_tick: Callable[[floa
 
 
 class Forecast:
-    """The time that is left: what is known of each benchmark, times how much longer the finished ones took."""
+    """Estimates the time left: the known time of each benchmark, scaled by how much longer the finished ones took."""
 
     def __init__(self, scripts: Sequence[str]) -> None:
         self.scripts, self.took = scripts, dict[str, float]()
@@ -116,7 +116,7 @@ class Forecast:
 
 @contextlib.contextmanager
 def reporting(console: Console, scripts: Sequence[str]) -> Iterator[Callable[[str, Forecast, float | None], None]]:
-    """A function to call as time passes, with the benchmark that runs and, once it has ended, None for its seconds."""
+    """Yields a function that shows progress. Its seconds are None when the benchmark has ended."""
     if not console.is_terminal:
         said: set[str] = set()
 
@@ -126,7 +126,7 @@ def reporting(console: Console, scripts: Sequence[str]) -> Iterator[Callable[[st
                 console.print(f"{place}: {forecast.took[script]:.0f} s", highlight=False)
             elif script not in said:
                 said.add(script)
-                console.print(f"{place} begins; all is done in about {_minutes(forecast.left(0))}", highlight=False)
+                console.print(f"{place} begins; about {_minutes(forecast.left(0))} left in all", highlight=False)
 
         yield say
         return
@@ -148,11 +148,11 @@ def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-# ---- Telling ---------------------------------------------------------------------------------------------------------
+# ---- Reporting -------------------------------------------------------------------------------------------------------
 
 
 def tell(console: Console, paths: Sequence[Path]) -> list[dict[str, object]]:
-    """The table of these results, and what went wrong inside them; returns its rows."""
+    """Prints the table of these results and the failures in them. Returns the table's rows."""
     groups, kept = [], []
     for path in paths:
         script = path.stem.partition("-")[0]
@@ -175,7 +175,7 @@ def tell(console: Console, paths: Sequence[Path]) -> list[dict[str, object]]:
 
 
 def stored(out: Path, scripts: Sequence[str]) -> list[Path]:
-    """What earlier runs have left, of each benchmark the full results first."""
+    """Returns the stored results, with the full results of each benchmark first."""
     found = [
         path for name in scripts for path in sorted(out.glob(f"{name}.jsonl")) + sorted(out.glob(f"{name}-*.jsonl"))
     ]
@@ -197,11 +197,11 @@ def main() -> int:
             tell(console, paths)
             _draw(console, paths)
             return 0
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as an interrupt: what runs is ended first
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the running benchmark is ended first
         try:
             return measure(console, options, scripts, out)
         except KeyboardInterrupt:
-            raise SystemExit("Interrupted. What was finished has left its results.") from None
+            raise SystemExit("Interrupted. The results of finished benchmarks are kept.") from None
 
 
 def measure(console: Console, options: Options, scripts: Sequence[str], out: Path) -> int:
@@ -218,9 +218,9 @@ def measure(console: Console, options: Options, scripts: Sequence[str], out: Pat
     whole = [paths[name] for name in scripts if name not in failures]
     rows = tell(console, whole)
     if options.smoke:
-        console.print("[yellow]Note:[/] a smoke run measures nothing: its numbers have no meaning.")
+        console.print("[yellow]Note:[/] a smoke run measures nothing, so its numbers have no meaning.")
     elif load_before > 0.5:
-        console.print(f"[yellow]Note:[/] the machine was busy (load {load_before:.1f} before): do not trust this far.")
+        console.print(f"[yellow]Note:[/] the machine was busy (load {load_before:.1f} before): do not rely on this.")
     _draw(console, whole)
     took = {name: round(seconds, 1) for name, seconds in forecast.took.items()}
     about = environment(PACKAGES, scale=options.form, seed=0, seconds=took, load_average_before=round(load_before, 2))
@@ -239,7 +239,7 @@ def measure(console: Console, options: Options, scripts: Sequence[str], out: Pat
 
 def _draw(console: Console, paths: Sequence[Path]) -> None:
     drawn = draw_all(paths)
-    console.print("Charts: " + (", ".join(map(_short, drawn)) or "none, for want of results") + ".", highlight=False)
+    console.print("Charts: " + (", ".join(map(_short, drawn)) or "none") + ".", highlight=False)
 
 
 def _say_failed(console: Console, what: str, why: str) -> None:

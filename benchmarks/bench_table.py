@@ -1,7 +1,7 @@
-"""The one table of bench.py: every ratio in plain words, beside what is possible in that run and what was aimed at.
+"""Builds the table of bench.py: every ratio in plain words, with its ceiling in the same run and its aim.
 
-Aims are those of the issues and the design, each kept where its benchmark keeps it. A ceiling is what the part of the
-work that nobody can leave out allows, measured in the same run; where there is none, the column is empty.
+The aims come from the issues and the design, and each is defined in the module of its benchmark. A ceiling is the best
+possible value, given the work that cannot be avoided; it is measured in the same run. Some rows have no ceiling.
 """
 
 import statistics
@@ -27,13 +27,13 @@ class Row:
     unit: Unit
     value: float | None
     ceiling: float | None = None
-    bound: str = ""  # what makes the ceiling
+    bound: str = ""  # what sets the ceiling
     aim: float | None = None
-    is_limit: bool = False  # to stay under, not to reach
+    is_limit: bool = False  # true: the value should stay below the aim
 
     @property
     def is_met(self) -> bool | None:
-        """None: nothing was measured, or nothing aimed at."""
+        """Returns whether the aim is met, or None without a measurement or an aim."""
         if self.value is None or self.aim is None:
             return None
         return self.value <= self.aim if self.is_limit else self.value >= self.aim
@@ -53,7 +53,7 @@ class Row:
 
 
 def _per_round(records: Sequence[Record], one: dict[str, Any], other: dict[str, Any]) -> float | None:
-    """How many times the other's images a second, the median over rounds."""
+    """Returns the ratio of the two rates in images per second, the median over rounds."""
     rates = []
     for wanted in (one, other):
         found = next((record for record in records if all(record.get(k) == v for k, v in wanted.items())), None)
@@ -102,7 +102,7 @@ def kernel_rows(results: Results) -> Iterator[Row]:
     for aim in kernel_tables.AIMS:
         value = aim.value(summary)
         ceiling, bound = None, ""
-        if aim.key in units and value is not None:  # in the shape where ours does worst
+        if aim.key in units and value is not None:  # for the shape where ours does worst
             key = next(key for key, found in summary.items() if found == value and key.startswith(aim.key))
             products = summary.get(key.replace(aim.key, "vs_two_gemms_"))
             ceiling, bound = (value / products if products else None), "MKL's products¹"
@@ -120,7 +120,7 @@ def kernel_rows(results: Results) -> Iterator[Row]:
             aim=aim.wanted,
             is_limit=aim.is_limit,
         )
-    # "Linearly in K, and memory not at all": with room for noise.
+    # The aims are that time grows linearly in K and memory does not grow, with some room for noise.
     grown = results.details.get("growth", {}).get("ours", {})
     memory = grown.get("memory_mb_from_to")
     yield Row(
@@ -148,7 +148,7 @@ def prep_rows(results: Results) -> Iterator[Row]:
     def row(text: str, key: str, unit: Unit, **more: Any) -> Row:
         return Row(script="prep", text=text, unit=unit, value=summary.get(key), **more)
 
-    # "Disk speed" and "decode speed": counted as reached from nine tenths on; "flat": within 10 MB.
+    # "Disk speed" and "decode speed" count as reached from 90 % on, and "flat" memory means within 10 MB.
     bound = "decoding alone"
     yield row("writing shards, against FFCV's writer", "tar_vs_ffcv_writer", "x", ceiling=decoding(prep.FFCV),
               bound=bound, aim=prep.AIM)  # fmt: skip
@@ -157,7 +157,7 @@ def prep_rows(results: Results) -> Iterator[Row]:
               bound="a plain copy", aim=0.9)  # fmt: skip
     yield row("passing through, all checked, of decode speed", "passthrough_full_vs_decode_at_8", "%", ceiling=1.0,
               bound="decoding at 1/8", aim=0.9)  # fmt: skip
-    yield row("memory for four times the images, more by", "peak_rss_growth_mb", "MB", ceiling=0.0, aim=10.0,
+    yield row("additional memory for four times the images", "peak_rss_growth_mb", "MB", ceiling=0.0, aim=10.0,
               is_limit=True)  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def evaluate_rows(results: Results) -> Iterator[Row]:
 
 
 def train_rows(results: Results) -> Iterator[Row]:
-    """Of the work load where ours does worst."""
+    """Yields the rows for the work load where ours does worst."""
     summary = results.summary
     loads = [load for load in summary.get("work_loads", {}).values() if load.get("step_vs_synthetic_batch")]
     worst = min(loads, key=lambda load: load["step_vs_synthetic_batch"], default={})
@@ -191,7 +191,7 @@ def train_rows(results: Results) -> Iterator[Row]:
     yield row("waits for data, of the time", "data_wait_share", "%", ceiling=0.0)
     yield row("whole steps, against a batch held in memory", "step_vs_synthetic_batch", "x",
               ceiling=share and worst["step_vs_synthetic_batch"] / share, bound="loader + step")  # fmt: skip
-    yield row("images a second, against lightly's MoCo", "images_per_s_vs_lightly", "x")
+    yield row("images per second, against lightly's MoCo", "images_per_s_vs_lightly", "x")
     yield row("peak memory, against lightly's MoCo", "peak_memory_vs_lightly", "x")
 
 
@@ -205,18 +205,18 @@ ROWS: dict[str, Callable[[Results], Iterator[Row]]] = {
 
 
 def note(script: str, results: Results) -> str:
-    """Where a run is not what the aims are for, or flatters one side."""
+    """Returns a remark if a run differs from what the aims are for or favours one side, or ""."""
     about, details = results.environment, results.details
     if script == "loader" and "synthetic" in (about.get("images"), about.get("small_images")):
         return "partly on the embedded set; the aims are for ImageNet photos and CIFAR-100 (--images, --cifar)"
     if script == "kernel" and details.get("bank_size") not in (None, 65_536):
         return f"banks of {details['bank_size']:,} keys; the aims are for 65,536"
     if script == "prep" and results.scale != "full":
-        return "few images, so that the start of FFCV's worker processes weighs: quote the full form"
+        return "few images, so starting FFCV's worker processes counts too much; quote the full form"
     if script == "evaluate":
         return f"{about.get('checkpoints')} x {about.get('encoder')}, {about.get('size_px')} px"
     if script == "train":
-        return "of the work load where ours does worst" + (
+        return "numbers of the work load where ours does worst" + (
             "" if results.summary.get("images_per_s_vs_lightly") else "; lightly is not installed (pip install lightly)"
         )
     return ""
@@ -239,12 +239,12 @@ def shown(value: float | None, unit: Unit) -> str:
 
 
 def _plain(value: float, unit: Unit) -> str:
-    """A number that somebody chose, without digits that say nothing."""
+    """Returns a chosen number as text, without superfluous digits."""
     return f"{100 * value:g} %" if unit == "%" else f"{value:g}{unit}" if unit == "x" else f"{value:g} {unit}".strip()
 
 
 def show(console: Console, groups: Sequence[tuple[str, Results, Sequence[Row]]]) -> None:
-    """A group for each results file: its name, the command that made it, its rows."""
+    """Prints the table. Each group is the command that made a results file, the results and the rows."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True, min_width=57)
     for head in ("measured", "ceiling"):
@@ -264,7 +264,7 @@ def show(console: Console, groups: Sequence[tuple[str, Results, Sequence[Row]]])
             table.add_row(f"  {row.text}", *cells, f"[{style}]{row.verdict}[/]")
     console.print(table)
     if any("¹" in row.bound for _, _, rows in groups for row in rows):
-        console.print("¹ The rate of MKL, not of the processor: a kernel can be ahead of it.", style="dim")
+        console.print("¹ This is the rate of MKL, not of the processor, so a kernel can be faster.", style="dim")
     for command, results, _ in groups:
         if text := note(command.partition(".")[0], results):
             console.print(f"{results.path.name}: {text}.", style="dim", highlight=False)

@@ -1,8 +1,9 @@
-"""Pictures of results: each stands beside the file that it draws, under the same name (`loader.jsonl`, `loader.png`).
+"""Draws charts of results, each beside its file and under the same name (`loader.jsonl`, `loader.png`).
 
-Throughput by back end and threads under the decode ceiling; the loss's time and memory against the size of the banks;
-the share of training that waits for data. They look as those of a run's report do (fastcssl/report/figures.py), and
-say at their foot which results they show. `python benchmarks/bench.py --charts-only` draws them all again.
+The charts are: throughput by back end and threads, with the decode ceiling; the loss's time and memory against the size
+of the banks; and the share of training that waits for data. They have the style of a run's report
+(fastcssl/report/figures.py), and their last line says which results they show. `python benchmarks/bench.py
+--charts-only` draws all of them again.
 """
 
 import io
@@ -23,19 +24,19 @@ from PIL import Image
 
 from fastcssl.report.figures import INK, LINES, MUTED, PAPER, Picture
 
-WIDTH = 7.2  # inches; twice the width of a README's column in pixels
+WIDTH = 7.2  # inches, which gives twice the pixels of a README's column
 BLUE, ORANGE = LINES[:2]
 PALE_BLUE, GREY, PALE_GREY = "#7fb8d8", "#7b838c", "#bcc3ca"
 SMALL, MEDIUM = 8.5, 10.5
-BLANK = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}  # behind text, so that no line runs through it
-NUM_COLORS = 64  # of a stored picture: text stays smooth, the file small
+BLANK = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}  # the background of text, so that no line crosses it
+NUM_COLORS = 64  # of a stored picture, so that text stays smooth and the file small
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """The lines of one file."""
+    """The lines of one results file."""
 
     path: Path
     records: list[Record]
@@ -61,7 +62,7 @@ class Results:
 
     @property
     def source(self) -> str:
-        """For the foot of a chart."""
+        """Returns the last line of a chart: the file, commit and processor."""
         about = self.environment
         commit = f"commit {(about.get('commit') or 'unknown')[:8]}{' and changes' if about.get('is_modified') else ''}"
         cores = f"{about['cores']} cores" if about.get("cores") else ""
@@ -70,7 +71,7 @@ class Results:
 
 
 def draw_all(paths: Sequence[Path]) -> list[Path]:
-    """A picture beside every file that holds what one of the charts shows; returns the pictures."""
+    """Draws a chart beside every file for which there is one. Returns the pictures' paths."""
     drawn = []
     for path in paths:
         results = Results.read(path)
@@ -107,7 +108,7 @@ CALLED = {
 
 
 def throughput(results: Results) -> Picture | None:
-    """Bars for back ends and peers, the best first; the ceiling as a line for each number of threads."""
+    """Draws one bar per back end and peer, best first, and the ceiling as a line per number of threads."""
     rates: dict[str, dict[str, dict[int, float]]] = {}  # by section, contender, threads
     for line in results.records:
         rate = line.get("images_per_s_median")
@@ -116,7 +117,7 @@ def throughput(results: Results) -> Picture | None:
     if "native" not in rates.get("full", {}):
         return None
     ceilings = {section: found.pop("decode", None) for section, found in rates.items()}
-    shared = next((found for found in ceilings.values() if found), {})  # decoding is the same work in both
+    shared = next((found for found in ceilings.values() if found), {})  # decoding is the same work in both sections
     rows = {section: sorted(found.items(), key=lambda row: -max(row[1].values())) for section, found in rates.items()}
 
     everything = [shared, *(each for found in rates.values() for each in found.values())]
@@ -134,16 +135,16 @@ def throughput(results: Results) -> Picture | None:
             axes.set_title(
                 SECTIONS[section], loc="left", fontsize=MEDIUM, color=INK, pad=22 if axes is panels[0] else 8
             )
-        panels[-1].set_xlabel("source images a second, two 224-px views of each (median of the rounds)")
+        panels[-1].set_xlabel("source images per second, with two 224-px views each (median of the rounds)")
         panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         panels[-1].set_xlim(0, top)
         images = results.environment.get("images", "")
         about = IMAGES.get(images, images)
-        _frame(figure, "Images a second, by back end and threads", results, f"{about}, short side 256 px, warm cache")
+        _frame(figure, "Images per second, by back end and threads", results, f"{about}, short side 256 px, warm cache")
         return figure
 
     caption = (
-        "Source images a second by back end and number of threads, with the rate of decoding alone as the ceiling."
+        "Source images per second by back end and number of threads, with the rate of decoding alone as the ceiling."
     )
     return Picture(name=results.path.stem, title="Throughput by back end and threads", caption=caption, make=make)
 
@@ -187,7 +188,7 @@ def _ceilings(axes: Axes, rates: dict[int, float], *, labelled: bool, top: float
 
 
 def growth(results: Results) -> Picture | None:
-    """Time and memory of the loss against K, both axes logarithmic: linear growth is a straight line."""
+    """Draws time and memory of the loss against K on logarithmic axes, where linear growth is a straight line."""
     lines = [line for line in results.records if line.get("part") == "growth" and line.get("seconds_median")]
     names = [name for name in ("moco", "chunked", "ours") if sum(line["name"] == name for line in lines) > 1]
     if "ours" not in names:
@@ -224,7 +225,7 @@ def growth(results: Results) -> Picture | None:
                 axis.set_minor_locator(NullLocator())
                 axis.set_minor_formatter(NullFormatter())
             axes.set_title(f"{title}, {unit}", loc="left", fontsize=MEDIUM, color=INK)
-            axes.set_xlabel("K, keys of each of the two banks (k: 1,024)")
+            axes.set_xlabel("K, keys per bank, of two banks (k: 1,024)")
         shape = next(line for line in lines if line["name"] == "ours")
         about = f"{shape['num_rows']} rows of {shape['dim']}, {_threads(shape['num_threads'])}, float32"
         if exponent := results.details.get("growth", {}).get("ours", {}).get("time_exponent"):
@@ -237,11 +238,11 @@ def growth(results: Results) -> Picture | None:
 
 
 def _label_ends(axes: Axes, ends: dict[str, tuple[int, float]], unit: str, styles: dict[str, Any]) -> None:
-    """Names and last values, right of the curves; moved apart where these end close to each other."""
+    """Writes names and last values to the right of the curves, and separates labels that are too close."""
     low, high = axes.get_ylim()
     order = sorted(ends, key=lambda name: ends[name][1])
     at = [min(max(math.log(ends[name][1] / low) / math.log(high / low), 0.09), 0.92) for name in order]
-    for _ in range(60):  # neighbours that are closer than two lines of text give way to each other
+    for _ in range(60):  # separates neighbours that are closer than two lines of text
         for place in range(1, len(at)):
             lack = max(0.0, 0.17 - (at[place] - at[place - 1])) / 2
             at[place - 1], at[place] = max(at[place - 1] - lack, 0.09), min(at[place] + lack, 0.92)
@@ -263,7 +264,7 @@ WORK_LOADS = {
 
 
 def waiting(results: Results) -> Picture | None:
-    """The share of the time waited for data, each round a dot; beside it how many images a second that was."""
+    """Draws the share of time that training waits for data, with one dot per round, and the images per second."""
     steps = [line for line in results.records if line.get("mode") == "step" and line.get("images_per_s_median")]
     if not any(line["side"] == "ours" for line in steps):
         return None
@@ -295,8 +296,8 @@ def waiting(results: Results) -> Picture | None:
         top = max(100 * share for line in steps for share in line["wait_share"])
         shares.set_xlim(0, max(10.0, 1.35 * top))
         rates.set_xlim(0, 1.3 * max(line["images_per_s_median"] for line in steps))
-        shares.set_title("Waited for data, % of the time", loc="left", fontsize=MEDIUM, color=INK)
-        rates.set_title("Source images a second", loc="left", fontsize=MEDIUM, color=INK)
+        shares.set_title("Waiting for data, % of the time", loc="left", fontsize=MEDIUM, color=INK)
+        rates.set_title("Source images per second", loc="left", fontsize=MEDIUM, color=INK)
         for axes in (shares, rates):
             axes.grid(False, axis="y")
         first = steps[0]
@@ -305,11 +306,11 @@ def waiting(results: Results) -> Picture | None:
         _frame(figure, "Does training wait for the loader?", results, about)
         return figure
 
-    caption = "The share of the time that training waited for data, and its images a second, beside lightly's MoCo."
+    caption = "The share of time that training waits for data, and its images per second, beside lightly's MoCo."
     return Picture(name=results.path.stem, title="Share of training that waits for data", caption=caption, make=make)
 
 
-# ---- Around them -----------------------------------------------------------------------------------------------------
+# ---- Shared parts ----------------------------------------------------------------------------------------------------
 
 
 def _frame(figure: Figure, title: str, results: Results, about: str) -> None:

@@ -1,13 +1,13 @@
-"""Probing the checkpoints of a run: side by side, one at a time as the public code does, and from cached features.
+"""Measures probing a run's checkpoints: side by side, one at a time like the public code, and from cached features.
 
     python benchmarks/evaluate.py --quick                      # the embedded set, about a minute
     python benchmarks/evaluate.py --data DIR --run RUN --json evaluate.jsonl
 
-An epoch of the exact linear probe is measured for T encoders side by side and for each of them alone; beside it the
-loader without encoders and the encoders on a batch held in memory. What shared loading allows: on a CPU the sum of
-those two, which share its cores; on a GPU the slower one. One at a time for 100 epochs is that epoch a hundred times,
-and the cached probe is measured whole. How far the two lie apart is measured with 100 epochs on the encoders of a run:
-RUN, or one that is trained here in seconds.
+It measures an epoch of the exact linear probe for T encoders side by side and one at a time, the loader without
+encoders, and the encoders on a batch held in memory. The bound for shared loading is the sum of the last two on a CPU,
+where they share the cores, and the slower one on a GPU. The time of 100 epochs one at a time is 100 times that epoch;
+the cached probe is measured completely. The accuracies of both probes are compared after 100 epochs on the encoders of
+a run: RUN, or one that is trained here in seconds.
 """
 
 import contextlib
@@ -51,23 +51,23 @@ from fastcssl.learn.nets import build_encoder
 from fastcssl.train.loop import train
 
 PACKAGES = ("fastcssl", "torch", "torchvision", "numpy")
-EPOCHS = 100  # of the protocol
+EPOCHS = 100  # in the protocol
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    data: Path | None = None  # A prepared folder to measure speed on. Without it: the embedded set, as JPEGs.
-    run: Path | None = None  # A run to compare accuracies on. Without it one is trained.
-    json: Path | None = None  # Where to write the numbers, a JSON object a line; the last one is the summary.
-    quick: bool = False  # About a minute.
-    smoke: bool = False  # Seconds: proves that it runs, measures nothing.
-    encoder: str | None = None  # Such as resnet18, which a GPU gets anyway; a CPU gets a narrow one.
-    checkpoints: int = 5  # How many encoders are probed.
+    data: Path | None = None  # A prepared folder to measure speed on. Without it, the embedded set as JPEGs.
+    run: Path | None = None  # A run to compare accuracies on. Without it, one is trained.
+    json: Path | None = None  # Where to write the numbers, one JSON object per line. The last one is the summary.
+    quick: bool = False  # Takes about a minute.
+    smoke: bool = False  # Takes seconds: shows that it runs, but measures nothing.
+    encoder: str | None = None  # Such as resnet18. Default: resnet18 on a GPU, a narrow one on a CPU.
+    checkpoints: int = 5  # The number of encoders to probe.
     size_px: int | None = None
     rounds: int | None = None
-    threads: int = 2  # For computing, and as many for loading.
+    threads: int = 2  # Threads for computing, and as many for loading.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    work: Path | None = None  # Where to prepare images and train; kept, and used again by the next start.
+    work: Path | None = None  # Where to prepare images and train. Kept and reused by the next start.
     seed: int = 0
 
 
@@ -75,9 +75,9 @@ class Scale(NamedTuple):
     rounds: int
     encoder: str
     size_px: int
-    num_images: int  # of an epoch
+    num_images: int  # per epoch
     train_epochs: int  # of the run that is trained here
-    train_images: int  # of each of its 20 classes
+    train_images: int  # per class, of its 20 classes
     exact_epochs: int
 
 
@@ -93,7 +93,7 @@ SCALES = {
 
 @dataclass(kw_only=True)
 class Speed:
-    """The contenders, each an epoch or, for the cached probe, all of it."""
+    """The contenders. Each method runs one epoch, or the complete cached probe, and returns the seconds."""
 
     bench: Bench
     encoders: list[nn.Module]
@@ -120,7 +120,7 @@ class Speed:
         return seconds()
 
     def compute_alone(self) -> float:
-        """What `linear.train` does with batches, on one that is there already."""
+        """Does what `linear.train` does with its batches, on a batch that is already loaded."""
         bench, training = self.bench, linear.Training(self.contenders(), self.bench)
         members = linear.Members(bench)
         with bench.open_loader("train", bench.views.train) as loader:
@@ -149,6 +149,7 @@ class Speed:
 
 @contextlib.contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
+    """Yields a function that returns the seconds of the block, once it has ended."""
     began, ended = time.perf_counter(), math.nan
     yield lambda: ended - began
     if torch.cuda.is_available():
@@ -197,7 +198,7 @@ def measured(options: Options, scale: Scale, device: torch.device, work: Path, o
 
 
 def accuracies(options: Options, scale: Scale, work: Path, on_step: Callable[[str], None]) -> dict[str, Any]:
-    """Top-1 of every checkpoint, exact and cached, in float32."""
+    """Returns the top-1 of every checkpoint with the exact and the cached probe, in float32."""
     run = options.run
     if run is None:
         on_step("training encoders to compare accuracies on")
@@ -241,7 +242,7 @@ def accuracies(options: Options, scale: Scale, work: Path, on_step: Callable[[st
 
 
 def summarize(cases: dict[str, Case], found: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-    """Ratios are medians over rounds, whose sides ran within seconds of each other."""
+    """Returns the ratios. Each is a median over rounds, whose sides ran within seconds of each other."""
     both, alone = cases["side by side"], cases["one at a time"]
     parts = zip(cases["loader alone"].seconds, cases["compute alone"].seconds, strict=True)
     bound = [max(pair) if on_gpu else sum(pair) for pair in parts]
@@ -255,7 +256,7 @@ def summarize(cases: dict[str, Case], found: dict[str, Any], *, on_gpu: bool) ->
         "exact_side_by_side_vs_bound": ratio,
         "bound_vs_sequential": allowed,
         "cached_vs_exact_sequential": solved,
-        "one_pass_vs_exact_sequential": EPOCHS * allowed,  # what no cache of features can do without
+        "one_pass_vs_exact_sequential": EPOCHS * allowed,  # a cache of features needs this pass too
         "cached_minus_exact_accuracy": statistics.fmean(found["difference"]),
         "largest_cached_minus_exact_accuracy": max(found["difference"], key=abs),
     }
@@ -266,7 +267,7 @@ def show(console: Console, cases: dict[str, Case], summary: dict[str, Any], foun
     table.add_column("")
     for heading in ("seconds, best", "median", "images/s"):
         table.add_column(heading, justify="right")
-    names = {"cached": "cached features, whole probe", "one at a time": "one at a time, one epoch"}
+    names = {"cached": "cached features, complete probe", "one at a time": "one at a time, one epoch"}
     names |= {"side by side": "side by side, one epoch"}
     for name, case in cases.items():
         best, median = min(case.seconds), statistics.median(case.seconds)
@@ -274,8 +275,8 @@ def show(console: Console, cases: dict[str, Case], summary: dict[str, Any], foun
     console.print(table)
     share = 100 * summary["exact_side_by_side_vs_bound"]
     console.print(
-        f"Side by side is {summary['exact_side_by_side_vs_sequential']:.2f} times as fast as one at a time; sharing "
-        f"the loading allows {summary['bound_vs_sequential']:.2f}, of which that is {share:.0f} %. The cached probe is "
+        f"Side by side is {summary['exact_side_by_side_vs_sequential']:.2f} times as fast as one at a time. The bound "
+        f"for shared loading is {summary['bound_vs_sequential']:.2f}; this is {share:.0f} % of it. The cached probe is "
         f"{summary['cached_vs_exact_sequential']:.0f} times as fast as {EPOCHS} epochs one at a time."
     )
     pairs = zip(found["exact_top1"], found["cached_top1"], strict=True)

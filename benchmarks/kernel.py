@@ -1,14 +1,14 @@
-"""The contrastive loss against two banks of keys, forward and gradient: our operator beside those that others use.
+"""Measures the contrastive loss against two banks of keys, forward and gradient: our operator and its alternatives.
 
     python benchmarks/kernel.py --quick                    # about a minute, smaller banks
     python benchmarks/kernel.py --json kernel.jsonl
 
-Peers: eager torch as in MoCo's code, eager torch by log-sum-exp, torch.compile of the first (its compilation is not
-timed), our sweep in plain torch with its best chunk, torch's flash attention with the keys as values. Ceiling: the two
-matrix products alone, whole or in chunks, whichever is quicker. All live in one process for each number of threads
-and take turns; a ratio is the median of the ratios of single rounds. What counts as memory is told in
-kernel_process.py, the training step in kernel_step.py, the cost model for GPUs in kernel_model.py: nothing here has
-been measured on one.
+The peers are eager torch as in MoCo's code, eager torch by log-sum-exp, torch.compile of the first (compilation is not
+timed), our sweep in plain torch with its best chunk, and torch's flash attention with the keys as values. The ceiling
+is the two matrix products alone, whole or in chunks, whichever is faster. There is one process per number of threads,
+in which all contenders take turns. A ratio is the median of the ratios of single rounds. kernel_process.py explains
+what counts as memory, kernel_step.py the training step, and kernel_model.py the cost model for GPUs. Nothing here has
+been measured on a GPU.
 """
 
 import contextlib
@@ -42,22 +42,22 @@ GROWTH = ("moco", "chunked", "ours")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    json: Path | None = None  # Where to write the numbers, a JSON object a line; the last one is the summary.
-    quick: bool = False  # About a minute: smaller banks, fewer shapes and rounds.
-    smoke: bool = False  # Seconds: proves that it runs, measures nothing.
-    parts: tuple[Part, ...] = PARTS  # What to measure.
-    rounds: int | None = None  # How often everything is measured.
-    bank_size: int | None = None  # Keys of each of the two banks, where it does not vary.
-    compile: bool = True  # Whether torch.compile takes part: it compiles for 10 to 30 s a shape.
+    json: Path | None = None  # Where to write the numbers, one JSON object per line. The last one is the summary.
+    quick: bool = False  # Takes about a minute: smaller banks, fewer shapes and rounds.
+    smoke: bool = False  # Takes seconds: shows that it runs, but measures nothing.
+    parts: tuple[Part, ...] = PARTS  # The parts to measure.
+    rounds: int | None = None  # How many times everything is measured.
+    bank_size: int | None = None  # Keys per bank, where the size does not vary.
+    compile: bool = True  # Whether to measure torch.compile, which compiles for 10 to 30 s per shape.
     seed: int = 0
 
 
 class Scale(NamedTuple):
     rounds: int
-    more_rounds: int  # of the grid, the growth and the step
+    more_rounds: int  # for the grid, the growth and the step
     bank_size: int
     headline_rows: tuple[int, ...]
-    compiled: tuple[tuple[int, int], ...]  # (rows, threads) for which torch.compile takes part
+    compiled: tuple[tuple[int, int], ...]  # (rows, threads) for which torch.compile is measured
     grid_rows: tuple[int, ...]
     grid_dims: tuple[int, ...]
     growth_sizes: tuple[int, ...]
@@ -97,12 +97,12 @@ SCALES = {
 
 @dataclass(kw_only=True)
 class Group:
-    """Contenders on one problem."""
+    """The contenders on one problem."""
 
     part: Part
     shape: Shape
     cases: dict[str, Case]
-    about: dict[str, str] = field(default_factory=dict)  # the variant that stands for a contender
+    about: dict[str, str] = field(default_factory=dict)  # the variant of each contender that is measured
     memory_mb: dict[str, float] = field(default_factory=dict)
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -176,10 +176,10 @@ class Bench:
             found = self.children[number].call(kernel_process.sgemm_gflop_per_s, size, number, limit_seconds=240)
             self.sgemm[number] = found
         if 2 in self.sgemm and self.sgemm[2] < 1.5 * self.sgemm[1]:
-            self.notes.append("Two threads did not have two cores to themselves: do not trust the 2-thread numbers.")
+            self.notes.append("Other work used the cores of the two threads, so the 2-thread numbers are not reliable.")
         if self.options.quick:
             self.notes.append(
-                "torch.compile, which compiles for 10 to 30 s a shape, and log-sum-exp are left to the full run."
+                "torch.compile, which compiles for 10 to 30 s per shape, and log-sum-exp are only in the full run."
             )
 
     def grid(self) -> None:
@@ -197,12 +197,12 @@ class Bench:
             self.weigh(self.timed("growth", shape, names, self.scale.more_rounds), names)
 
     def _fits(self, shape: Shape) -> bool:
-        """Eager torch wants four copies of the logits at once."""
+        """Returns whether eager torch fits into memory: it needs four copies of the logits at the same time."""
         wanted = 4 * 4 * shape.num_rows * 2 * shape.bank_size
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         if wanted > there:
             self.notes.append(
-                f"Banks of {shape.bank_size:,} keys: eager torch is left out, it wants {wanted / 1e9:.1f} GB."
+                f"Banks of {shape.bank_size:,} keys: eager torch is left out, because it needs {wanted / 1e9:.1f} GB."
             )
         return wanted <= there
 
@@ -287,7 +287,10 @@ def _excuse(name: str, failure: str) -> str:
 
 
 def error_cases(scale: Scale) -> list[ErrorCase]:
-    """Ragged and whole, near and far, in all types of storage; the largest is the headline's."""
+    """Returns problems with sizes that do and do not fill tiles, random and clustered keys, in all storage types.
+
+    The largest one has the size of the headline.
+    """
     small = scale.bank_size <= 512
     cases = [
         ErrorCase(rows, dim, sizes, dtype, temperature, clusters)
@@ -315,9 +318,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fastcssl-bench-") as folder, Console(stderr=True).status("") as status:
         bench = Bench(options=options, scale=scale, folder=Path(folder), on_step=status.update, threads=threads)
         if load_before > 0.5:
-            bench.notes.append(f"The machine was busy (load {load_before:.1f}): do not trust these numbers far.")
+            bench.notes.append(f"The machine was busy (load {load_before:.1f}), so these numbers are not reliable.")
         if cores < 2:
-            bench.notes.append("This machine lends one core: nothing was measured with two threads.")
+            bench.notes.append("Only one core is available, so nothing was measured with two threads.")
         try:
             bench.start()
             for part in PARTS:
@@ -326,7 +329,7 @@ def main() -> int:
                     bench.run(part)
                     bench.part_seconds[part] = round(time.perf_counter() - began, 1)
         except Failed as failure:
-            raise SystemExit(f"The benchmark could not go on: {failure}") from None
+            raise SystemExit(f"The benchmark could not continue: {failure}") from None
         finally:
             bench.close()
     summary, details = summarize(bench)

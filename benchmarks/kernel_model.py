@@ -1,11 +1,11 @@
-"""What the CUDA kernel should cost on cards that nobody has run it on: a model, no measurement.
+"""Predicts the time of the CUDA kernel on GPUs. This is a model: nobody has run the kernel on these cards.
 
     python benchmarks/kernel_model.py
 
-Bytes, FLOP, exps and instructions are counted from the problem, from the tiles in csrc/infonce, and, where cuobjdump
-and a build with CUDA are there, from the machine code; a card's rates turn each count into a time. The sweep takes the
-longest of them, stretched by the last, unfilled wave of blocks; the kernel launches come on top. Rates are the makers'
-dense ones, at boost clock: a real kernel reaches 60 to 75 % of them.
+Bytes, FLOP, exps and instructions are counted from the problem, from the tiles in csrc/infonce and, if cuobjdump and a
+build with CUDA are available, from the machine code. A card's rates turn each count into a time. The sweep takes the
+longest of these times, extended because the last wave of blocks is not full. The kernel launches are added. Rates are
+the makers' dense ones at boost clock; a real kernel reaches 60 to 75 % of them.
 """
 
 import math
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 LABEL = "predicted, never measured"
-LAUNCH_SECONDS = 4e-6  # until a kernel begins that waits for the one before it
-NUM_LAUNCHES = 2  # the sweep, and the pass that joins its parts
+LAUNCH_SECONDS = 4e-6  # until a kernel starts that waits for the previous one
+NUM_LAUNCHES = 2  # the sweep, and the pass that combines its parts
 
 
 class Card(NamedTuple):
@@ -33,12 +33,12 @@ class Card(NamedTuple):
     half_flop_per_s: float  # dense tensor cores, float32 sums
     tf32_flop_per_s: float
     bytes_per_s: float
-    mma_share: float  # of the tensor rate that mma.sync can reach at all: newer cards have other instructions for it
-    exps_per_clock: int = 16  # of one multiprocessor
+    mma_share: float  # share of the tensor rate that mma.sync can reach; newer cards have other instructions
+    exps_per_clock: int = 16  # per multiprocessor
 
 
-# mma_share is an assumption. H100: what FlashAttention 2 and public micro-benchmarks suggest; B200: no more for each
-# multiprocessor and clock than an A100.
+# mma_share is an assumption. For the H100, it is what FlashAttention 2 and public micro-benchmarks suggest. For the
+# B200, it assumes the A100's rate per multiprocessor and clock.
 CARDS = (
     Card("A5000", 86, 64, 1.695e9, 111.1e12, 55.6e12, 768e9, 1.0),
     Card("A100", 80, 108, 1.41e9, 312e12, 156e12, 2039e9, 1.0),
@@ -50,14 +50,14 @@ CARDS = (
 
 
 class Work(NamedTuple):
-    """What the sweep of one problem takes, tiles filled up."""
+    """The work of a sweep for one problem, with tiles padded to full size."""
 
-    flop: int  # of the tensor cores
+    flop: int  # on the tensor cores
     exps: int
     bytes: int  # from and to the card's memory
     num_splits: int
-    wave_share: float  # of the card that the blocks fill, the last wave included
-    key_tiles: int  # of all blocks together
+    wave_share: float  # share of the card that the blocks fill, including the last wave
+    key_tiles: int  # in all blocks
 
 
 class Case(NamedTuple):
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 def best_splits(row_blocks: int, slots: int, least: int, most: int) -> int:
-    """As the launch chooses: the fewest that fill the card, wave by wave, about as well as any number does."""
+    """Returns the number of splits that the launch chooses: the fewest that fill the card about as well as any."""
 
     def filling(splits: int) -> float:
         blocks = row_blocks * splits
@@ -87,11 +87,11 @@ def work(card: Card, tile: Tile, case: Case) -> Work:
     num_splits = best_splits(row_blocks, slots, least, max(least, min(math.ceil(key_tiles / 4), slots)))
     blocks = row_blocks * num_splits
     pairs = row_blocks * tile.rows * key_tiles * tile.keys
-    # Row blocks that run together share their keys in L2; those of a later wave read them again.
+    # Row blocks that run together share their keys in L2. Those of a later wave read them again.
     bank_bytes = sum(case.bank_sizes) * case.dim * (4 if case.storage == "float32" else 2)
     parts = (
         2 * num_splits * case.num_rows * (case.dim + 2) * 4
-    )  # written by the sweep, read by the pass that joins them
+    )  # written by the sweep, read by the pass that combines them
     own = 4 * case.num_rows * case.dim * 4  # queries, positives, two gradients
     return Work(
         flop=4 * pairs * tile.dim * products(case.storage, case.precision),
@@ -119,8 +119,8 @@ class Prediction:
     tensor_us: float
     memory_us: float
     exp_us: float
-    issue_us: float | None  # None where there was no machine code to count
-    instructions: dict[str, int] | None  # of one turn of the loop, in one warp
+    issue_us: float | None  # None without machine code to count
+    instructions: dict[str, int] | None  # per iteration of the loop, in one warp
     launch_us: float
     total_us: float
     bound: str
@@ -140,12 +140,12 @@ def predict(card: Card, tiles: Tiles, case: Case, mixes: Mapping[Sweep, LoopMix]
     instance = Sweep(card.architecture, case.storage, case.precision == "highest", tile.dim, tile.is_few)
     mix = (mixes or {}).get(instance)
     if mix is not None:
-        # However often the compiler unrolled the loop: its tensor instructions tell how many tiles a turn takes.
+        # The compiler may unroll the loop. Its tensor instructions tell how many tiles an iteration processes.
         turn_tiles = mix.counts["tensor"] / tile.tensor_instructions(case.storage, case.precision)
         issued = mix.total / turn_tiles * tile.warps * done.key_tiles
-        seconds["issue"] = issued / (4 * card.num_sm * card.clock_hz)  # a multiprocessor issues four a clock
+        seconds["issue"] = issued / (4 * card.num_sm * card.clock_hz)  # a multiprocessor issues four per clock
     launch = NUM_LAUNCHES * LAUNCH_SECONDS
-    # An unfilled card computes less, but a part of it can still keep the memory busy.
+    # A card that is not full computes less, but part of it can still saturate the memory.
     sweep = {name: each if name == "memory" else each / done.wave_share for name, each in seconds.items()}
     bound = max(sweep, key=sweep.__getitem__)
     return Prediction(
@@ -169,7 +169,7 @@ def predict(card: Card, tiles: Tiles, case: Case, mixes: Mapping[Sweep, LoopMix]
 
 
 def _eager_seconds(card: Card, case: Case) -> float:
-    """Eager torch under autocast: about 17 passes over float32 logits, and the products in half."""
+    """Returns the time of eager torch under autocast: about 17 passes over float32 logits, and products in half."""
     pairs = case.num_rows * sum(case.bank_sizes)
     return 17 * 4 * pairs / card.bytes_per_s + 4 * pairs * case.dim / card.half_flop_per_s
 
@@ -184,7 +184,7 @@ MODES: dict[tuple[Storage, Precision], str] = {
 
 
 def predictions(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[dict[str, Any]]:
-    """For every card, (rows, width) and storage; nothing where the tiles are not known."""
+    """Returns predictions for every card, (rows, width) and storage, or none if the tiles are not known."""
     found = tiles()
     if isinstance(found, str):
         return []
@@ -223,7 +223,7 @@ def main() -> int:
     if isinstance(found, str):
         raise SystemExit(f"Nothing can be predicted: {found}.")
     console.print(as_table(predictions()))
-    console.print(f"All of it is {LABEL}.", highlight=False)
+    console.print(f"All of these numbers are {LABEL}.", highlight=False)
     return 0
 
 

@@ -1,8 +1,9 @@
-"""What runs in the processes of kernel.py: contenders by name, the clock, the largest memory, the errors.
+"""Runs in the processes of kernel.py: contenders by name, and the measurement of time, peak memory and errors.
 
-Memory: in a process of its own, which has built the problem and answered a tiny one, the largest resident size (VmHWM)
-while it answers, less the resident size before. Freed memory goes back to the system at once there, so that no
-leftover hides what a contender takes. A page is 4 kB; code that is read for the first time counts as well.
+Memory is measured in a separate process that has built the problem and solved a tiny one. It is the largest resident
+size (VmHWM) during the call, minus the resident size before. That process returns freed memory to the system
+immediately, so that no leftover memory hides what a contender needs. A page is 4 kB, and code that is read for the
+first time counts too.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 class Shape(NamedTuple):
     num_rows: int  # N
     dim: int  # D
-    bank_size: int  # K, of each of two banks
+    bank_size: int  # K, per bank, of two banks
     num_threads: int
 
     @property
@@ -40,11 +41,11 @@ class Shape(NamedTuple):
 
 class Timed(NamedTuple):
     seconds: float
-    about: str  # which variant, where a contender has several
+    about: str  # the variant, if a contender has several
 
 
 def _contenders(name: str) -> dict[str, Contender]:
-    """By keys at a time, where a contender can choose; the quickest one then stands for it."""
+    """Returns the variants of a contender by keys per chunk. Only the fastest one is measured."""
     if name == "chunked":
         return {f"{chunk:,}": peers.chunked(chunk) for chunk in CHUNKS}
     if name == "gemms":
@@ -64,7 +65,7 @@ def _problem(shape: Shape, seed: int) -> Problem:
 
 
 class _Held:
-    """What lives in this process between two calls."""
+    """The state of this process between two calls."""
 
     shape: Shape | None = None
     problem: Problem
@@ -73,7 +74,7 @@ class _Held:
 
 
 def begin(shape: Shape, names: tuple[str, ...], seed: int) -> dict[str, str]:
-    """Builds the problem, warms up, chooses variants. What each contender is called, or why it cannot run."""
+    """Builds the problem, warms up and chooses variants. Returns each contender's variant, or why it cannot run."""
     torch.set_num_threads(shape.num_threads)
     _Held.shape, _Held.problem, _Held.contenders = shape, _problem(shape, seed), {}
     about: dict[str, str] = {}
@@ -81,7 +82,7 @@ def begin(shape: Shape, names: tuple[str, ...], seed: int) -> dict[str, str]:
         try:
             _Held.contenders[name] = _quickest(_contenders(name))
             about[name] = _Held.contenders[name][0]
-        except Exception as error:  # whatever a peer throws, the others are measured
+        except Exception as error:  # whatever a peer raises, the others are still measured
             about[name] = "failed: " + str(error).strip().partition("\n")[0][:160]
     return about
 
@@ -107,7 +108,7 @@ def measure(name: str) -> Timed:
 
 
 def errors(name: str) -> Errors:
-    """Of one contender on the problem that is held, against float64."""
+    """Returns the errors of one contender on the current problem, against float64."""
     return Errors.of(_Held.contenders[name][1](_Held.problem), _expected())
 
 
@@ -130,7 +131,7 @@ class ErrorCase(NamedTuple):
 
 
 def error_of(case: ErrorCase, seed: int) -> dict[str, Any]:
-    """Ours beside plain torch, both against float64 on the very numbers that the banks hold."""
+    """Returns the errors of ours and of plain torch, both against float64 on the numbers stored in the banks."""
     given = peers.problem(
         case.num_rows,
         case.dim,
@@ -154,14 +155,14 @@ def error_of(case: ErrorCase, seed: int) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 1e30  # JSON has no infinity, and a broken kernel must not look absent
+    return value if math.isfinite(value) else 1e30  # JSON has no infinity, and a broken kernel must not look unmeasured
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 
 def peak_extra_mb(shape: Shape, name: str, about: str, seed: int) -> float:
-    """In a new process, forked from one that has imported torch and started no threads."""
+    """Returns the additional memory, measured in a process forked from one that has torch but no threads."""
     return in_new_process(_peak_of, shape, name, about, seed)
 
 
@@ -178,7 +179,8 @@ def in_new_process(function: Callable[..., Any], *args: Any, limit_seconds: floa
 def _peak_of(shape: Shape, name: str, about: str, seed: int) -> float:
     torch.set_num_threads(shape.num_threads)
     contender = _contenders(name)[about]
-    # Loads code and starts threads. What compiles does so for one shape, and what holds memory has it before the call.
+    # Loads code and starts threads. Contenders that compile or keep buffers do so for one shape, so they get that
+    # shape.
     tiny = shape if name in ("compile", "gemms") else shape._replace(bank_size=min(256, shape.bank_size))
     contender(_problem(tiny, seed))
     given = _problem(shape, seed)
@@ -186,7 +188,7 @@ def _peak_of(shape: Shape, name: str, about: str, seed: int) -> float:
 
 
 def extra_mb(call: Callable[[], Any], num_calls: int = 3) -> float:
-    """Of this process while it calls: the median of a few calls, as Python adds a little of its own to some."""
+    """Returns the additional memory of a call: the median of a few, because Python adds a little memory to some."""
     gc.collect()
     gc.disable()
     return statistics.median(_extra_mb(call) for _ in range(num_calls))
@@ -194,12 +196,12 @@ def extra_mb(call: Callable[[], Any], num_calls: int = 3) -> float:
 
 def _extra_mb(call: Callable[[], Any]) -> float:
     libc = ctypes.CDLL(None)
-    # Blocks of 64 kB and more come from the system and go back to it (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
+    # Blocks of 64 kB and more are taken from the system and returned to it (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
     libc.mallopt(-3, 64 << 10)
     libc.mallopt(-1, 64 << 10)
     libc.malloc_trim(0)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is there
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the current size
     except OSError as error:
         raise Failed(f"memory cannot be measured here: {error}") from None
     before = _status_mb("VmRSS:")
@@ -215,11 +217,11 @@ def _status_mb(key: str) -> float:
 
 
 def settle_in() -> None:
-    """Imported: that was all."""
+    """Does nothing: calling it imports this module."""
 
 
 def sgemm_gflop_per_s(size: int, num_threads: int) -> float:
-    """Of one large square product, the best of five: what MKL reaches on this processor at all."""
+    """Returns the best rate of five large square products: the most that MKL reaches on this processor."""
     torch.set_num_threads(num_threads)
     a, b, out = (torch.ones(size, size) for _ in range(3))
     seconds = []

@@ -1,7 +1,7 @@
-"""The machine code of the CUDA sweep: which instructions its loop is made of.
+"""Counts the instructions in the loop of the CUDA sweep's machine code.
 
-cuobjdump is looked for on PATH, beside nvcc and among the packages (nvidia-cuda-cuobjdump). It reads the operators'
-library, if that was built with CUDA. Where either is missing, the model does without.
+cuobjdump is searched on PATH, beside nvcc and among the packages (nvidia-cuda-cuobjdump). It reads the operators'
+library if that was built with CUDA. If either is missing, the model does without these counts.
 """
 
 import functools
@@ -28,7 +28,7 @@ KINDS = {
 
 
 class LoopMix(NamedTuple):
-    """The instructions of one turn of the loop that has the most tensor-core ones, in one warp."""
+    """The instructions per iteration, in one warp, of the loop with the most tensor-core instructions."""
 
     total: int
     counts: dict[str, int]
@@ -38,7 +38,11 @@ class LoopMix(NamedTuple):
 
 
 def loop_mix(sass: str) -> LoopMix | None:
-    """Of one function. A loop is what a branch jumps back over; of nested ones the innermost with as many counts."""
+    """Returns the mix of one function, or None without tensor instructions.
+
+    A loop is the code that a branch jumps back over. Among nested loops with the same tensor instructions, the
+    innermost one counts.
+    """
     code = [(int(address, 16), name, rest) for address, name, rest in _INSTRUCTION.findall(sass)]
     best: tuple[int, int, list[str]] | None = None
     for address, name, rest in code:
@@ -59,7 +63,7 @@ def _kind(name: str) -> str:
 
 
 def functions(dump: str) -> dict[tuple[int, str], str]:
-    """(architecture, mangled name) -> its code."""
+    """Returns the code of each function by (architecture, mangled name)."""
     found: dict[tuple[int, str], str] = {}
     for part in re.split(r"(?=^Fatbin elf code:)", dump, flags=re.M):
         arch = re.search(r"^arch = sm_(\d+)", part, re.M)
@@ -72,6 +76,7 @@ def functions(dump: str) -> dict[tuple[int, str], str]:
 
 
 def cuobjdump() -> str | None:
+    """Returns the path of cuobjdump, or None if it is not installed."""
     nvcc = shutil.which("nvcc")
     beside = [str(Path(nvcc).resolve().parent / "cuobjdump")] if nvcc else []
     packaged = sorted(map(str, Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/cuobjdump")))
@@ -80,6 +85,7 @@ def cuobjdump() -> str | None:
 
 
 def library() -> Path | None:
+    """Returns the path of the operators' library, or None if it is not built."""
     package = Path(__file__).parent.parent / "fastcssl" / "ops"
     paths = (package / f"_ops{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((path for path in paths if path.is_file()), None)
@@ -108,7 +114,7 @@ def sweeps_in(dump: str) -> dict[Sweep, LoopMix]:
 
 @functools.cache
 def sweeps() -> dict[Sweep, LoopMix]:
-    """Empty where the library has no such kernel, or nothing can read it."""
+    """Returns the mix of every sweep. It is empty if the library has no such kernel or cannot be read."""
     tool, path = cuobjdump(), library()
     if tool is None or path is None:
         return {}

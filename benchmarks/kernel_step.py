@@ -1,8 +1,9 @@
-"""A training step of MoCo + PNR at its second task, on a batch held in memory: with our operator, and as released.
+"""Measures a step of MoCo + PNR in its second task, on a batch held in memory: with our operator, and as released.
 
-As released: both banks of the other view are cloned in every step (autograd keeps what it multiplied by, and the banks
-are written before the backward pass), joined, and joined again for the second loss; all logits are written, the
-positive's before them, and cross-entropy takes them. Everything else is the same code, from the same weights.
+The released code clones both banks of the other view in every step, because autograd keeps its operands and the banks
+are overwritten before the backward pass. It concatenates the banks, and does so again for the second loss. It writes
+all logits, with the positive's first, and passes them to cross-entropy. Everything else is the same code with the same
+weights.
 """
 
 import time
@@ -26,7 +27,7 @@ from fastcssl.learn.strategies import CurrentTask
 from fastcssl.learn.strategies.pnr import Pnr, PnrConfig
 
 Way = Literal["ours", "released"]
-NUM_COMPARED = 3  # steps whose losses are compared
+NUM_COMPARED = 3  # the number of steps whose losses are compared
 
 
 class StepShape(NamedTuple):
@@ -38,7 +39,7 @@ class StepShape(NamedTuple):
 
 
 class AsReleased(Pnr):
-    """PNR with the loss as its authors' code computes it. The banks must be full: that code hides no row."""
+    """PNR with the loss of its authors' code. The banks must be full, because that code hides no rows."""
 
     def terms(self, method: Method, inputs: Inputs) -> dict[str, Tensor]:
         assert self.frozen is not None
@@ -110,7 +111,7 @@ class _Held:
 
 
 def begin_steps(shape: StepShape, seed: int) -> dict[str, float]:
-    """Both ways, built and warm. The largest difference of their first losses, and the loss."""
+    """Builds and warms up both ways. Returns the largest difference of their first losses, and the loss."""
     _Held.ways = {way: Training(way, shape, seed) for way in ("ours", "released")}
     pairs = [[training.step() for training in _Held.ways.values()] for _ in range(NUM_COMPARED)]
     difference = max(abs(mine[name] - theirs[name]) for mine, theirs in pairs for name in theirs)
@@ -124,7 +125,7 @@ def measure_step(way: Way) -> float:
 
 
 def step_extra_mb(way: Way, shape: StepShape, seed: int) -> float:
-    """Above what the training holds between two steps: its networks, optimiser, banks and batch."""
+    """Returns the memory of a step beyond what training holds between steps: networks, optimiser, banks and batch."""
     found: float = in_new_process(_peak_of_step, way, shape, seed)
     return found
 
@@ -132,4 +133,4 @@ def step_extra_mb(way: Way, shape: StepShape, seed: int) -> float:
 def _peak_of_step(way: Way, shape: StepShape, seed: int) -> float:
     training = Training(way, shape, seed)
     training.step()
-    return extra_mb(training.step, num_calls=1)  # hundreds of MB: what Python adds does not show
+    return extra_mb(training.step, num_calls=1)  # hundreds of MB, so Python's own memory is negligible

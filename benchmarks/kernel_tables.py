@@ -1,4 +1,4 @@
-"""The numbers of kernel.py as people read them: the summary, the tables, the aims."""
+"""Turns the numbers of kernel.py into the summary, the tables and the aims."""
 
 import math
 import statistics
@@ -23,17 +23,17 @@ NAMES = {
     "gemms": "two products alone",
     "ours": "ours",
 }
-PEERS = {"eager": "moco", "flash": "flash", "chunked": "chunked", "two_gemms": "gemms"}  # in keys of the summary
+PEERS = {"eager": "moco", "flash": "flash", "chunked": "chunked", "two_gemms": "gemms"}  # by word in the summary
 
 
 class Aim(NamedTuple):
-    """For the worst of 256 and 512 rows, 1 and 2 threads."""
+    """An aim for the worst case of 256 and 512 rows with 1 and 2 threads."""
 
-    key: str  # where it ends in "_", the worst of all keys that begin so
+    key: str  # if it ends in "_", the worst of all keys with this prefix counts
     text: str
     wanted: float
     form: str
-    is_limit: bool = False  # to stay under, not to reach
+    is_limit: bool = False  # true: the value should stay below the aim
 
     def value(self, summary: dict[str, Any]) -> float | None:
         found = [v for k, v in summary.items() if v is not None and (k.startswith(self.key) or k == self.key)]
@@ -57,7 +57,7 @@ AIMS = (
 
 
 def summarize(bench: "Bench") -> tuple[dict[str, Any], dict[str, Any]]:
-    """The numbers that are promised, None where not measured; and what else there is to say."""
+    """Returns the summary, with None for numbers that were not measured, and further details."""
     summary: dict[str, Any] = {}
     headline = [group for group in bench.groups if group.part == "headline"]
     for num_threads in (1, 2):
@@ -86,13 +86,13 @@ def summarize(bench: "Bench") -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _ratio(group: "Group", name: str) -> float | None:
-    """How many times a contender's speed ours has."""
+    """Returns our speed divided by a contender's."""
     mine, other = group.cases.get("ours"), group.cases.get(name)
     return speedup(mine, other) if mine and other else None
 
 
 def growth(bench: "Bench") -> dict[str, Any]:
-    """By how much of a power of K the time grows (1: linearly), and memory from the smallest to the largest."""
+    """Returns the power of K with which time grows (1 is linear), and the memory at the smallest and largest K."""
     found: dict[str, Any] = {}
     groups = [group for group in bench.groups if group.part == "growth"]
     for name in NAMES:
@@ -132,7 +132,7 @@ def _grid_worst(bench: "Bench") -> dict[str, Any]:
 
 
 def _spread(bench: "Bench") -> float | None:
-    """How noisy the machine was: the median row's slowest round over its fastest."""
+    """Returns how noisy the machine was: for the median row, the slowest round divided by the fastest."""
     seconds = [case.seconds for group in bench.groups for case in group.cases.values() if len(case.seconds) > 1]
     return statistics.median(max(each) / min(each) for each in seconds) if seconds else None
 
@@ -148,15 +148,15 @@ def show(console: Console, bench: "Bench", summary: dict[str, Any], details: dic
     def say(text: str) -> None:
         console.print(text, highlight=False)
 
-    say(f"Two banks of {bench.scale.bank_size:,} keys in float32; loss and gradient; GFLOP/s count 4 N M D.")
+    say(f"Two banks of {bench.scale.bank_size:,} keys in float32; loss and gradient; GFLOP/s are based on 4 N M D.")
     for group in bench.groups:
         if group.part == "headline":
             console.print(_headline(group))
     if bench.sgemm:
         rates = " and ".join(f"{rate:.0f} GFLOP/s on {n} thread{'s' * (n > 1)}" for n, rate in bench.sgemm.items())
-        say(f"\nOne large square product of MKL's reaches {rates}.")
+        say(f"\nOne large square product with MKL reaches {rates}.")
         if any(k.startswith("vs_two_gemms") and (v or 0) > 1 for k, v in summary.items()):
-            say("More than 100 % of GEMM: MKL's products were no ceiling here, be it the processor or other load.")
+            say("More than 100 % of GEMM: MKL's products are not a ceiling here (the processor, or other load).")
     for part, draw in (("grid", _grid), ("growth", _growth)):
         groups = [group for group in bench.groups if group.part == part]
         if groups:
@@ -173,7 +173,7 @@ def show(console: Console, bench: "Bench", summary: dict[str, Any], details: dic
     for note in details["notes"]:
         say(f"[yellow]Note:[/] {note}")
     if details["round_spread"]:
-        say(f"\nThe median row's slowest round took {details['round_spread']:.2f} times its fastest.")
+        say(f"\nIn the median row, the slowest round took {details['round_spread']:.2f} times its fastest.")
     if not bench.options.smoke:
         for aim in AIMS:
             value = aim.value(summary)
@@ -252,7 +252,7 @@ def _growth(groups: "list[Group]") -> Table:
     names = [name for name in NAMES if any(name in group.cases for group in groups)]
     heads = [f"{NAMES[name].partition(',')[0]}, {unit}" for name in names for unit in ("ms", "MB")]
     table = _plain_table(
-        f"What a larger bank costs, {groups[0].shape.num_rows} rows of 128, 1 thread", "keys a bank", *heads
+        f"Cost of larger banks, {groups[0].shape.num_rows} rows of 128, 1 thread", "keys per bank", *heads
     )
     for group in groups:
         cells = []
@@ -266,7 +266,7 @@ def _growth(groups: "list[Group]") -> Table:
 def _growth_sentence(found: dict[str, Any]) -> str:
     (first_mb, last_mb), sizes = found["memory_mb_from_to"] or (None, None), found["bank_size_from_to"]
     return (
-        f"Ours grows as K to the power of {found['time_exponent']:.2f}; its additional memory goes from "
+        f"Our time grows as K to the power of {found['time_exponent']:.2f}. Our additional memory goes from "
         f"{number(first_mb, '.2f')}\nto {number(last_mb, '.2f')} MB while banks grow {sizes[1] / sizes[0]:.0f}-fold."
     )
 

@@ -1,5 +1,5 @@
-"""The tiles of the CUDA sweep, asked of its own header: a C++ compiler reads it, so that the model cannot speak of
-another kernel than the one in csrc."""
+"""Reads the tiles of the CUDA sweep from its own header with a C++ compiler, so that the model always describes the
+kernel in csrc."""
 
 import functools
 import os
@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 HEADER = Path(__file__).parent.parent / "csrc" / "infonce" / "infonce_tiles.h"
 Storage = Literal["float16", "bfloat16", "float32"]
-Precision = Literal["high", "highest"]  # torch's words: operands rounded once, or kept whole as sums of several
+Precision = Literal["high", "highest"]  # torch's words: operands are rounded once, or exact sums of several
 
-# Shared memory of a multiprocessor, by compute capability; a block takes one kB more than it asks for.
+# Shared memory per multiprocessor, by compute capability. A block takes 1 kB more than it requests.
 SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 
 PROGRAM = """
@@ -38,12 +38,12 @@ int main() {
 class Tile(NamedTuple):
     dim: int
     warps: int
-    row_tiles: int  # of 16 rows, of one warp
-    keys: int  # of one turn of the loop
-    blocks: int  # on a multiprocessor, as registers allow
+    row_tiles: int  # per warp, of 16 rows each
+    keys: int  # per iteration of the loop
+    blocks: int  # per multiprocessor, as registers allow
     shared_bytes: int
     max_split_keys: int
-    few_rows: int  # up to here a sweep has few rows
+    few_rows: int  # a sweep with at most this many rows has few rows
     is_few: bool = False
 
     @property
@@ -51,7 +51,10 @@ class Tile(NamedTuple):
         return self.warps * self.row_tiles * 16
 
     def tensor_instructions(self, storage: Storage, precision: Precision) -> int:
-        """Of one warp for one tile of keys: both products, 16 x 8 results each, 16 halves or 8 TF32 numbers deep."""
+        """Returns the instructions of one warp for one tile of keys.
+
+        They cover both products. Each gives 16 x 8 results and is 16 halves or 8 TF32 numbers deep.
+        """
         depth = 8 if storage == "float32" else 16
         return 2 * self.row_tiles * (self.keys // 8) * (self.dim // depth) * products(storage, precision)
 
@@ -60,7 +63,7 @@ class Tile(NamedTuple):
 
 
 def products(storage: Storage, precision: Precision) -> int:
-    """Of parts of operands, for one of their own: 3xTF32; queries and weights as two float16 or three bfloat16."""
+    """Returns the number of partial products per product: 3xTF32, or queries and weights as two or three halves."""
     return 1 if precision == "high" else 2 if storage == "float16" else 3
 
 
@@ -72,7 +75,10 @@ class Tiles:
             self._found[tuple(numbers[:4])] = Tile(*numbers[4:])  # type: ignore[arg-type]
 
     def choose(self, num_rows: int, dim: int, storage: Storage, precision: Precision) -> Tile:
-        """As the launch does: only half-precision sweeps of one product, narrower than 256, know few rows."""
+        """Returns the tile that the launch chooses.
+
+        Only half-precision sweeps of one product, narrower than 256, have special tiles for few rows.
+        """
         padded = 64 if dim <= 64 else 128 if dim <= 128 else 256
         key = (4 if storage == "float32" else 2, int(precision == "highest"), padded)
         many, few = self._found[*key, 0], self._found[*key, 1]
@@ -81,7 +87,7 @@ class Tiles:
 
 @functools.cache
 def tiles() -> Tiles | str:
-    """Or why there are none."""
+    """Returns the tiles, or why they are not known."""
     if not HEADER.exists():
         return "csrc/infonce has no CUDA sweep"
     compiler = shutil.which(os.environ.get("CXX", "c++"))

@@ -1,13 +1,13 @@
-"""Our loader's back ends against torchvision, DALI and FFCV: two augmented views of each image, source images a second.
+"""Compares our loader's back ends with torchvision, DALI and FFCV, in source images per second with two views each.
 
     python benchmarks/loader.py --quick                       # the embedded set, less than two minutes
     python benchmarks/loader.py --images DIR --cifar DIR --json loader.jsonl
 
-Photos are prepared once at a short side of 256 px; every contender reads the same JPEGs from a warm page cache. It
-lives in a process of its own, on as many cores as it has threads (of DataLoaders: worker processes), and is stopped
-while others are measured, so what it has under way neither disturbs them nor counts for it. First batch: from making
-the loader to its first batch, packages imported. Other task: from asking for another task's images to their first
-batch, less the time that a batch takes anyway; peers make a new loader for it.
+Photos are prepared once at a short side of 256 px, and every contender reads the same JPEGs from a warm page cache.
+Each contender has its own process, with as many cores as threads (or DataLoader workers). The process is stopped while
+others are measured, so that work in progress neither disturbs them nor counts for it. "First batch" is the time from
+creating the loader to its first batch, with packages already imported. "Other task" is the time from the request for
+another task's images to their first batch, minus the normal time of a batch. Peers create a new loader for that.
 """
 
 import contextlib
@@ -37,25 +37,25 @@ PACKAGES = ("fastcssl", "torch", "torchvision", "pillow", "nvidia-dali-cuda130",
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    images: Path | None = None  # A folder of photos at any depth. Without it the embedded set is drawn.
-    cifar: Path | None = None  # CIFAR-100 for the 32-px rows, or a prepared folder of it. Without it: the embedded set.
-    json: Path | None = None  # Where to write the numbers, a JSON object a line; the last one is the summary.
-    quick: bool = False  # Less than two minutes: fewer rows and rounds, two threads only for the full policy.
-    smoke: bool = False  # Seconds: proves that it runs, measures nothing.
-    rounds: int | None = None  # How often everything is measured.
+    images: Path | None = None  # A folder of photos at any depth. Without it, the embedded set is used.
+    cifar: Path | None = None  # CIFAR-100, raw or prepared, for the 32-px rows. Without it, the embedded set is used.
+    json: Path | None = None  # Where to write the numbers, one JSON object per line. The last one is the summary.
+    quick: bool = False  # Takes less than two minutes: fewer rows and rounds, two threads only for the full policy.
+    smoke: bool = False  # Takes seconds: shows that it runs, but measures nothing.
+    rounds: int | None = None  # How many times everything is measured.
     only: str = ""  # Contenders to measure, separated by commas. Empty: all.
-    work: Path | None = None  # Where to prepare images; kept, and used again by the next start.
-    seed: int = 0  # Of the embedded set.
+    work: Path | None = None  # Where to prepare images. Kept and reused by the next start.
+    seed: int = 0  # The seed of the embedded set.
 
 
 class Scale(NamedTuple):
     level: int  # rows of this level and below are measured
     rounds: int
-    slice_seconds: float  # that a contender runs in a round, at least two batches
+    slice_seconds: float  # per contender and round; at least two batches
     batch_size: int
     num_drawn: int
     num_drawn_small: int
-    repetitions: int  # of waits
+    repetitions: int  # of the waits
 
 
 SCALES = {
@@ -67,7 +67,7 @@ SCALES = {
 
 @dataclass(kw_only=True)
 class Entry:
-    """One contender with one number of threads, in its process."""
+    """One contender with one number of threads, and its process."""
 
     section: Section
     job: Job
@@ -76,10 +76,10 @@ class Entry:
     pid: int = 0
     begun: Begun | None = None
     waits: Waits | None = None
-    num_batches: int = 2  # of a round
+    num_batches: int = 2  # per round
 
     def call(self, function: Any, *args: Any, limit_seconds: float = 240) -> Any:
-        """Awake for as long as it takes, then stopped again with all its threads and workers."""
+        """Wakes the process for one call, then stops it again with all its threads and workers."""
         if self.pid:
             os.killpg(self.pid, signal.SIGCONT)
         try:
@@ -112,7 +112,7 @@ class Entry:
         if self.case.failure or self.job.contender in CEILINGS or self.begun is None:
             return
         if self.begun.first_batch_seconds > 1:
-            repetitions = 1  # it compiles, or is slow; neither varies much
+            repetitions = 1  # it compiles or is slow, and neither varies much
         with contextlib.suppress(Failed):
             self.waits = self.call(measure_waits, self.job, repetitions)
 
@@ -131,7 +131,7 @@ class Entry:
 
     @property
     def other_task_ms(self) -> float | None:
-        """Lost by switching. Compared with the batches that followed it at once, because noise comes and goes."""
+        """Returns the time lost by switching, compared with the batches right after it, because noise varies."""
         if self.waits is None:
             return None
         return 1e3 * statistics.median(a - b for a, b in zip(self.waits.other_task, self.waits.batch, strict=True))
@@ -166,7 +166,7 @@ class Bench:
 
     @contextlib.contextmanager
     def started(self, sections: Sequence[Section]) -> Iterator[ThreadPoolExecutor]:
-        """The processes of these sections; the pool is done when they have imported what they need."""
+        """Starts the processes of these sections. The pool is done when they have imported their packages."""
         entries: list[Entry] = []
         cores = len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(cores) as pool:
@@ -181,7 +181,7 @@ class Bench:
                 yield pool
             finally:
                 pool.shutdown(cancel_futures=True)
-                with ThreadPoolExecutor(max(1, len(entries))) as closing:  # some are slow to end
+                with ThreadPoolExecutor(max(1, len(entries))) as closing:  # in parallel, because some end slowly
                     closing.map(Entry.close, entries)
 
     def _entry(self, section: Section, contender: str, num_threads: int) -> Entry:
@@ -251,7 +251,8 @@ def main() -> int:
         work = options.work or logs
         work.mkdir(parents=True, exist_ok=True)
         bench = Bench(folder=logs, scale=scale, only=frozenset(filter(None, options.only.split(","))))
-        # Few processes are started at once, and import while images are prepared; many would not fit into memory.
+        # Starts one group of processes at a time, because many would not fit into memory. They import while images are
+        # prepared.
         groups = [list(SECTIONS)] if kind == "smoke" else [[section] for section in SECTIONS]
         prepared: tuple[Images, Images] | None = None
         with Console(stderr=True).status("preparing images") as status:
@@ -267,8 +268,8 @@ def main() -> int:
         f"{large.num_images:,} photos ({options.images or 'the embedded set'}), short side 256 px, "
         f"{large.mean_bytes / 1e3:.1f} kB each; {small.num_images:,} images of 32 px "
         f"({options.cifar or 'the embedded set'}).\n"
-        f"{scale.rounds} interleaved rounds, warm cache, as many cores as threads; batches of {scale.batch_size}, "
-        f"of 32-px images {4 * scale.batch_size}.",
+        f"{scale.rounds} interleaved rounds, warm cache, as many cores as threads; batches of {scale.batch_size} "
+        f"photos or {4 * scale.batch_size} 32-px images.",
         highlight=False,
     )
     summary = summarize(bench)

@@ -1,4 +1,4 @@
-"""The images that loader.py measures on: photos prepared at a short side of 256 px, and an array of 32-px images."""
+"""Prepares the images for loader.py: photos at a short side of 256 px, and an array of 32-px images."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -25,14 +25,16 @@ NUM_TASKS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
+    """A prepared set of images."""
+
     manifest: Path
-    jpegs: Path | None  # the same images as loose files, for peers that read those
+    jpegs: Path | None  # the same images as single files, for peers that read those
     num_images: int
-    mean_bytes: float  # of a stored image
+    mean_bytes: float  # per stored image
 
 
 def prepare_photos(folder: Path, photos: Path, num_workers: int) -> Images:
-    """One shard of each format and a split of it into tasks, so that every contender reads the same samples."""
+    """Writes the photos in every format and splits them into tasks, so that every contender reads the same samples."""
     files, _ = find_photos(photos)
     samples = Samples.collect((f"{i:07d}/{Path(file).name}", 0, NO_DOMAIN, False) for i, file in enumerate(files))
     described: dict[str, Any] = {"classes": ("photo",), "domains": (), "samples": samples}
@@ -44,7 +46,10 @@ def prepare_photos(folder: Path, photos: Path, num_workers: int) -> Images:
 
 
 def prepare_small(folder: Path, cifar: Path | None, num_drawn: int, num_workers: int) -> Images:
-    """`cifar`: CIFAR-100 as it is distributed or as folders, or a folder that was prepared with the array format."""
+    """Prepares the small images.
+
+    `cifar` is CIFAR-100 as distributed or as folders, or a folder that was prepared with the array format.
+    """
     if cifar is not None and (cifar / f"{DEFAULT_NAME}.json").is_file():
         return _images(cifar / f"{DEFAULT_NAME}.json", None, "array")
     drawn = f"synthetic:size=32,classes=20,train={num_drawn // 20},val=0"
@@ -91,7 +96,7 @@ def _extract(folder: Path, target: Path) -> None:
 def _images(path: Path, jpegs: Path | None, format: str) -> Images:
     manifest = load_manifest(path)
     if format not in manifest.formats:
-        raise SystemExit(f"{path} was not prepared with --formats {format}. Prepare it so, or leave --cifar out.")
+        raise SystemExit(f"{path} was not prepared with --formats {format}. Prepare it again, or leave out --cifar.")
     table = load_table(manifest, path.parent)
     table = table[table["is_stored"] & ~table["is_val"]]
     mean_bytes = float(table[f"{format}_bytes"].mean())

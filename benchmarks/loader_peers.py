@@ -1,14 +1,15 @@
-"""The peers that loader.py measures, each in its best documented settings.
+"""Runs the peers that loader.py measures, each in its best documented settings.
 
 They are built from the same ViewSpecs as ours and draw their own random numbers:
 
-PIL      Dataset over loose JPEGs, Pillow decodes once, torchvision's transforms on PIL images, as CaSSLe and solo-learn
-         write them; DataLoader(num_workers=threads), prefetch_factor 2.
+PIL      a Dataset over single JPEGs: Pillow decodes once, then torchvision's transforms run on PIL images, as in CaSSLe
+         and solo-learn; DataLoader(num_workers=threads), prefetch_factor 2.
 tensors  the same with torchvision.transforms.v2 on uint8 tensors.
 DALI     readers.file, one decoders.image, then for each view random_resized_crop, color_twist, grey, gaussian_blur
-         (window 23), solarize, crop_mirror_normalize; conditionals, so that only drawn samples pay; no GPU.
-FFCV     one RandomResizedCropRGBImageDecoder a view over one .beton, os_cache, batches_ahead 3. Geometry alone, since
-         it has no hue, grey or blur.
+         (window 23), solarize, crop_mirror_normalize; with conditionals, so that only chosen samples are processed; no
+         GPU.
+FFCV     one RandomResizedCropRGBImageDecoder per view over one .beton, os_cache, batches_ahead 3. Only the geometry,
+         because FFCV has no hue, grey or blur.
 """
 
 import functools
@@ -26,7 +27,7 @@ from fastcssl.data.views import Policy, ViewSpec
 
 
 class Pictures:
-    """A data set as torchvision has them: a PIL image from a file, or from an array in memory; every view of it."""
+    """A data set in torchvision's style: opens a PIL image from a file or an array in memory, and returns all views."""
 
     def __init__(self, items: Any, views: list[Callable[[Any], Any]]) -> None:
         self.items, self.views = items, views
@@ -41,13 +42,13 @@ class Pictures:
         if isinstance(item, np.ndarray):
             image = Image.fromarray(item)
         else:
-            with open(item, "rb") as file:  # as torchvision's pil_loader
+            with open(item, "rb") as file:  # like torchvision's pil_loader
                 image = Image.open(file).convert("RGB")
         return [view(image) for view in self.views]
 
 
 class Reshuffled:
-    """Permutation after permutation, so that epochs of a small set have no gaps between them."""
+    """Yields one permutation after another, so that there are no gaps between the epochs of a small set."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -80,7 +81,7 @@ class Pil(Feed):
         import torch
         from torch.utils.data import DataLoader
 
-        torch.set_num_threads(1)  # as in the workers
+        torch.set_num_threads(1)  # like in the workers
         pictures: Any = Pictures(_items(self.job, task), [self.transform(view) for view in self.job.views()])
         loader: Any = DataLoader(
             pictures,
@@ -191,7 +192,7 @@ def _dali_photometry(view: Any, spec: ViewSpec) -> Any:
     if fn.random.coin_flip(probability=spec.gray_p, dtype=types.BOOL):
         grey = fn.color_space_conversion(view, image_type=types.RGB, output_type=types.GRAY)
         view = fn.color_space_conversion(grey, image_type=types.GRAY, output_type=types.RGB)
-    if spec.blur_p >= 1:  # a condition that always holds would still split and merge the batch
+    if spec.blur_p >= 1:  # without a condition, which would split and merge the batch even if it always holds
         view = fn.gaussian_blur(view, sigma=drawn(*spec.blur_sigma), window_size=23)
     elif spec.blur_p > 0:
         if fn.random.coin_flip(probability=spec.blur_p, dtype=types.BOOL):
@@ -212,7 +213,7 @@ def _dali_photometry(view: Any, spec: ViewSpec) -> Any:
 
 
 class Ffcv(Feed):
-    ahead = 5  # batches_ahead and what waits for a place in the queue
+    ahead = 5  # batches_ahead, and batches that wait for a place in the queue
     modules = ("ffcv.loader", "ffcv.transforms")
 
     def stream(self, task: int | None) -> Iterator[Any]:
@@ -233,7 +234,7 @@ class Ffcv(Feed):
             num_workers=self.job.num_threads,
             os_cache=True,
             order=OrderOption.RANDOM,
-            # Each sample many times, so that epochs of a small set have no gaps between them.
+            # Repeats each sample many times, so that there are no gaps between the epochs of a small set.
             indices=np.tile(rows["ffcv_place"], max(1, 200_000 // len(rows))),
             pipelines=pipelines,
         )

@@ -1,8 +1,8 @@
-"""What runs in the process of one contender of loader.py: it opens a feed and pulls batches by the clock.
+"""Runs in the process of one contender of loader.py: opens a feed and times its batches.
 
-Our back ends and the ceilings are here, the peers in loader_peers.py. "Geometry" is decoding and the crops, as uint8,
-without flip; the full policy ends in normalised float32. Packages are imported where they are used: a contender that
-is not installed is a row that says so.
+This module has our back ends and the ceilings; loader_peers.py has the peers. "Geometry" means decoding and cropping to
+uint8, without flips. The full policy ends in normalised float32. Packages are imported where they are used, so that the
+table can say that a contender is not installed.
 """
 
 import ctypes
@@ -35,8 +35,8 @@ class Job:
     photometry: bool
     num_threads: int
     batch_size: int
-    manifest: Path = Path()  # a split into a few tasks; set when images are prepared
-    jpegs: Path | None = None  # a folder with the same images as loose files, named by id; None: there is but the array
+    manifest: Path = Path()  # with a few tasks; set when the images are prepared
+    jpegs: Path | None = None  # a folder with the same images as files named by id; None if there is only the array
 
     def views(self) -> Policy:
         chosen = policy(self.policy)
@@ -44,9 +44,9 @@ class Job:
 
 
 class Feed:
-    """`stream` yields batches without end, of one task or of all (None)."""
+    """A source of batches. `stream` yields batches endlessly, of one task or of all (None)."""
 
-    ahead: ClassVar[int] = 4  # batches that may lie ready before one is asked for, at most
+    ahead: ClassVar[int] = 4  # the most batches that may be ready before one is requested
     modules: ClassVar[tuple[str, ...]] = ()  # imported before any clock starts
 
     def __init__(self, job: Job) -> None:
@@ -60,7 +60,7 @@ class Feed:
 
 @functools.cache
 def prepared(manifest: Path) -> Any:
-    """Opened once a process: a loader's clock starts after it."""
+    """Returns the prepared data, opened once per process and before a loader is timed."""
     from fastcssl.data.prepared import Prepared
 
     return Prepared.open(manifest)
@@ -87,7 +87,7 @@ def files_of(job: Job, task: int | None) -> list[str]:
 
 
 class _Ours(Feed):
-    """The full policy goes through the Loader; geometry alone asks the back end itself, with the same plan."""
+    """Our loader. The full policy uses the Loader; geometry alone uses the back end directly, with the same plan."""
 
     modules: ClassVar[tuple[str, ...]] = ("fastcssl.data.loader",)
     loader: ClassVar[str]
@@ -121,7 +121,7 @@ class _Ours(Feed):
                     num_threads=job.num_threads,
                     device=torch.device("cpu"),
                     dtype=torch.float32,
-                    augment="torch",  # which is not called: uint8 crops are what is measured
+                    augment="torch",  # not called, because uint8 crops are measured
                 ),
             )
 
@@ -181,7 +181,7 @@ class OurDaliInside(OurDali):
 
 
 class Decode(Feed):
-    """libjpeg on the same bytes, which lie in memory: the whole image, once, and nothing else."""
+    """Decodes each whole image once with libjpeg, from the same bytes in memory, and does nothing else."""
 
     ahead = 0
 
@@ -201,7 +201,7 @@ class Decode(Feed):
 
 
 class Copy(Feed):
-    """Memory to memory, as many bytes as the views have."""
+    """Copies as many bytes as the views have from memory to memory."""
 
     ahead = 0
 
@@ -245,37 +245,40 @@ def _contender(name: str) -> type[Feed]:
 
 
 class Begun(NamedTuple):
-    first_batch_seconds: float  # from making the loader to its first batch, the first time in this process
-    batch_seconds: float  # roughly, of a later one
-    imports_mb: float  # before the loader is made
+    first_batch_seconds: float  # from creating the loader to its first batch, the first time in this process
+    batch_seconds: float  # approximately, for a later batch
+    imports_mb: float  # before the loader is created
     peak_mb: float
 
 
 class Waits(NamedTuple):
-    """Seconds, one a repetition."""
+    """Seconds, one value per repetition."""
 
-    first_batch: list[float]  # from making the loader to its first batch
-    other_task: list[float]  # from asking for another task to its first batch; peers make a new loader
+    first_batch: list[float]  # from creating the loader to its first batch
+    other_task: list[float]  # from requesting another task to its first batch; peers create a new loader
     batch: list[float]  # a later batch of that task
 
 
 class _Running:
-    """What lives in this process between two calls."""
+    """The state of this process between two calls."""
 
     feed: Feed
     batches: Iterator[Any]
 
 
 def die_with_parent(*_: Any) -> None:
-    """The parent stops this process while others are measured; if it dies meanwhile, nobody would wake it up."""
+    """Makes the kernel kill this process when its parent dies.
+
+    The parent stops this process while others are measured. If the parent died then, nothing would wake it up.
+    """
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def settle_in(contender: str, num_threads: int, number: int) -> int:
-    """Takes as many cores as threads, before any library counts them; imports. Returns the process's id.
+    """Takes as many cores as threads, before any library counts them, and imports packages. Returns the process id.
 
-    Processes import on different cores, by their number, and are then measured on the same.
+    Processes import on different cores, chosen by their number, and are then measured on the same cores.
     """
     die_with_parent()
     cores = sorted(os.sched_getaffinity(0))
@@ -288,15 +291,17 @@ def settle_in(contender: str, num_threads: int, number: int) -> int:
 
 
 def begin(job: Job) -> Begun:
+    """Opens the feed and warms it up."""
     prepared(job.manifest)
     imports_mb = _group_peak_mb()
     first_batch_seconds = _open(job, None)
-    for _ in range(_Running.feed.ahead):  # what lay ready: from here on batches cost what they cost
+    for _ in range(_Running.feed.ahead):  # uses up the batches that are ready; later ones take their full time
         next(_Running.batches)
     return Begun(first_batch_seconds, advance(2) / 2, imports_mb, _group_peak_mb())
 
 
 def advance(num_batches: int) -> float:
+    """Returns the seconds for the next batches."""
     began = time.perf_counter()
     for _ in range(num_batches):
         next(_Running.batches)
@@ -304,6 +309,7 @@ def advance(num_batches: int) -> float:
 
 
 def measure_waits(job: Job, repetitions: int) -> Waits:
+    """Measures the waits for the first batch and for another task."""
     waits = Waits([], [], [])
     for _ in range(repetitions):
         _close()
@@ -340,14 +346,14 @@ def _close() -> None:
 
 
 def _group_peak_mb() -> float:
-    """Of this process and its workers. Pages that forked workers share with it are counted in each."""
+    """Returns the peak memory of this process and its workers. Pages that they share are counted in each."""
     total_kb = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(folder.name)) != os.getpgid(0):
                 continue
             lines = (folder / "status").read_text().splitlines()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         total_kb += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
     return total_kb * 1024 / 1e6

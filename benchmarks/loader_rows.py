@@ -1,4 +1,4 @@
-"""What loader.py measures: which contenders, in which settings, from which scale on."""
+"""Lists what loader.py measures: the contenders, their settings, and the scale from which they are measured."""
 
 import importlib.util
 from typing import NamedTuple
@@ -8,7 +8,7 @@ SMOKE, QUICK, FULL, NEVER = range(4)
 
 
 class Row(NamedTuple):
-    """`level`: measured with one thread from there on; `level_2`: with two."""
+    """A contender. It is measured with one thread from scale `level` on, and with two threads from `level_2` on."""
 
     contender: str
     level: int
@@ -16,6 +16,8 @@ class Row(NamedTuple):
 
 
 class Section(NamedTuple):
+    """Contenders that do the same work."""
+
     key: str
     title: str
     policy: str
@@ -79,10 +81,11 @@ SECTIONS = (
 
 
 def filter_of(section: Section, contender: str) -> str:
+    """Returns the name of the filter that a contender resizes with."""
     if contender in CEILINGS:
         return "-"
     if contender == "ffcv":
-        return "INTER_AREA"  # whatever is asked for
+        return "INTER_AREA"  # FFCV ignores the requested filter
     return "bilinear" if section.bilinear else "bicubic"
 
 
@@ -90,5 +93,5 @@ def is_installed(contender: str) -> bool:
     package = NEEDS.get(contender, "torch")
     try:
         return importlib.util.find_spec(package) is not None
-    except ImportError:  # of its parent
+    except ImportError:  # its parent package is missing
         return False

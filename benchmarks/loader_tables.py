@@ -1,4 +1,4 @@
-"""The numbers of loader.py as people read them: the summary, one table a filter, the aims."""
+"""Turns the numbers of loader.py into the summary, one table per filter, and the aims."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Aim(NamedTuple):
-    """For one thread and photos (or CIFAR-100) prepared as described."""
+    """An aim for one thread, and photos or CIFAR-100 prepared as described."""
 
     key: str
     text: str
     wanted: float
     form: str
-    is_limit: bool = False  # to stay under, not to reach
+    is_limit: bool = False  # true: the value should stay below the aim
 
     def is_met(self, value: float) -> bool:
         return value < self.wanted if self.is_limit else value >= self.wanted
@@ -37,7 +37,7 @@ AIMS = (
 
 
 def summarize(bench: "Bench") -> dict[str, Any]:
-    """Ratios are medians of the ratios of single rounds."""
+    """Returns the summary. Each ratio is the median of the ratios of single rounds."""
     native = bench.entries.get(("full", "native", 1))
     rates = {
         f"{section}_images_per_s_1t": entry.case.rate()
@@ -65,7 +65,7 @@ def summarize(bench: "Bench") -> dict[str, Any]:
 
 
 def _spread(bench: "Bench") -> float | None:
-    """How noisy the machine was: the median row's slowest round over its fastest."""
+    """Returns how noisy the machine was: for the median row, the slowest round divided by the fastest."""
     seconds = [entry.case.seconds for entry in bench.entries.values() if len(entry.case.seconds) > 1]
     return statistics.median(max(each) / min(each) for each in seconds) if seconds else None
 
@@ -75,18 +75,18 @@ def number(value: float | None, form: str = ",.0f") -> str:
 
 
 def rate(value: float | None) -> str:
-    return f"{value / 1e3:,.0f}k" if value and value >= 1e5 else number(value)  # a column for 7 digits would not fit
+    return f"{value / 1e3:,.0f}k" if value and value >= 1e5 else number(value)  # 7 digits would not fit into the column
 
 
 def show(console: Console, bench: "Bench", summary: dict[str, Any]) -> None:
     bicubic = [section for section in SECTIONS if section.policy == LARGE and not section.bilinear]
     bilinear = [section for section in SECTIONS if section.bilinear]
-    title = f"{LARGE}: two 224-px views of each photo, bicubic anti-aliased, source images a second"
+    title = f"{LARGE}: two 224-px views of each photo, bicubic anti-aliased, source images per second"
     _show_table(console, bench, title, bicubic)
     if any((section.key, "native", 1) in bench.entries for section in bilinear):
         _show_table(console, bench, "The same, bilinear anti-aliased", bilinear)
     small = [section for section in SECTIONS if section.policy == SMALL]
-    title = f"{SMALL}: two 32-px views of each image, bicubic anti-aliased, source images a second"
+    title = f"{SMALL}: two 32-px views of each image, bicubic anti-aliased, source images per second"
     _show_table(console, bench, title, small)
     for entry in bench.entries.values():
         if entry.case.failure:
@@ -143,8 +143,8 @@ def _show_aims(console: Console, summary: dict[str, Any]) -> None:
         table.add_row(aim.text, number(value, aim.form), wanted, verdict)
     console.print(table)
     console.print(
-        f"Two threads give native {number(summary['native_full_2t_vs_1t'], '.2f')}x of one. Its first batch takes "
-        f"{number(summary['native_first_batch_ms'])} ms, any other {number(summary['native_batch_ms'])} ms.\n"
-        f"The median row's slowest round took {number(summary['round_spread'], '.2f')} times its fastest.",
+        f"With two threads, native is {number(summary['native_full_2t_vs_1t'], '.2f')}x as fast as with one. Its first "
+        f"batch takes {number(summary['native_first_batch_ms'])} ms, others {number(summary['native_batch_ms'])} ms.\n"
+        f"In the median row, the slowest round took {number(summary['round_spread'], '.2f')} times its fastest.",
         highlight=False,
     )

@@ -1,12 +1,12 @@
-"""Our tar writer against FFCV's DatasetWriter and a Pillow loop: same photos, same resize and quality, same workers.
+"""Compares our tar writer with FFCV's DatasetWriter and a Pillow loop: same photos, resize, quality and workers.
 
     python benchmarks/prep.py --quick                         # the embedded set, about a minute
     python benchmarks/prep.py --images DIR --json prep.jsonl
 
-Files are read once beforehand, so the page cache is warm. The clock includes the start and end of worker threads or
-processes, and for ours the whole build: checksums, fsync, table and manifest (the others sync and check nothing). It
-excludes starting Python, imports and listing files; every contender lives in a process that is warmed up once.
-Starting FFCV's workers takes it about 0.4 s, which flatters ours on few images: quote the full form, not --quick.
+Files are read once beforehand, so the page cache is warm. The time includes the start and end of worker threads or
+processes and, for ours, the complete build: checksums, fsync, table and manifest (the others sync and check nothing).
+It excludes starting Python, imports and listing files. Every contender runs in a process that is warmed up once. FFCV
+needs about 0.4 s to start its workers, which favours ours on few images: quote the full form, not --quick.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ from dataprep.scenario import Scenario
 from dataprep.sources import Source, open_source
 
 SIDE_PX, QUALITY, SHARD_MB = 256, 90, 256
-AIM = 1.5  # times FFCV's writer
-CHUNK = 16  # images a worker process takes at a time; FFCV's 100 would leave workers idle at the end of small sets
-ENLARGED = 2.7  # the embedded set has sides of 96 to 256 px; photos that need a resize to 256 are larger
+AIM = 1.5  # times the speed of FFCV's writer
+CHUNK = 16  # images per task of a worker process; FFCV's 100 would leave workers idle at the end of small sets
+ENLARGED = 2.7  # the embedded set has sides of 96 to 256 px, but images to resize to 256 must be larger
 PACKAGES = ("fastcssl", "ffcv", "pillow", "opencv-python", "numpy", "torch")
 TAR, PILLOW = "tar (ours), bicubic short 256", "Pillow loop, bicubic short 256"
 FFCV, FFCV_MAX = "FFCV writer, PIL bicubic short 256", "FFCV writer, max_resolution 500"
@@ -52,15 +52,15 @@ DECODE, DECODE_8 = "read and decode alone", "read and decode alone, at 1/8"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    images: Path | None = None  # A folder of JPEGs at any depth. Without it the embedded set is drawn.
-    json: Path | None = None  # Where to write the numbers, a JSON object a line; the last one is the summary.
-    quick: bool = False  # About a minute: fewer images and rounds.
-    smoke: bool = False  # Seconds: proves that it runs, measures nothing.
-    workers: str = "1,2"  # Numbers of workers to measure.
-    rounds: int | None = None  # How often everything is measured.
-    num_images: int | None = None  # Images to re-encode in a round; files are taken again when there are fewer.
-    work: Path | None = None  # Where to write; passing through is as fast as this disk.
-    seed: int = 0  # Of the embedded set.
+    images: Path | None = None  # A folder of JPEGs at any depth. Without it, the embedded set is used.
+    json: Path | None = None  # Where to write the numbers, one JSON object per line. The last one is the summary.
+    quick: bool = False  # Takes about a minute: fewer images and rounds.
+    smoke: bool = False  # Takes seconds: shows that it runs, but measures nothing.
+    workers: str = "1,2"  # The numbers of workers to measure, separated by commas.
+    rounds: int | None = None  # How many times everything is measured.
+    num_images: int | None = None  # Images to re-encode per round. Files are repeated if there are fewer.
+    work: Path | None = None  # Where to write. The speed of this disk limits the pass-through rows.
+    seed: int = 0  # The seed of the embedded set.
 
 
 class Scale(NamedTuple):
@@ -79,7 +79,7 @@ class Written(NamedTuple):
 
 
 def timed(function: Callable[..., None], path: Path, *args: Any) -> Written:
-    """Runs a contender, measures what it leaves at `path` and deletes that, in the contender's own process."""
+    """Runs a contender in its own process, and returns the time and the size of its output, which is deleted."""
     try:
         began = time.perf_counter()
         function(path, *args)
@@ -117,7 +117,7 @@ def read_with_pillow(file: str, side_px: int | None) -> Image.Image:
             return image.convert("RGB")
         ratio = side_px / min(image.size)
         size = int(image.width * ratio + 0.5), int(image.height * ratio + 0.5)
-        # libjpeg shrinks while it decodes, down to twice the final size: as ours does, so the same work.
+        # libjpeg shrinks while decoding, down to twice the final size. Ours does the same, so the work is equal.
         image.draft("RGB", (2 * size[0], 2 * size[1]))
         return image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
 
@@ -138,7 +138,7 @@ def write_with_pillow(path: Path, files: list[str], workers: int) -> None:
 
 
 class Photos:
-    """An indexable data set, as FFCV's documentation asks for."""
+    """An indexable data set, as FFCV's documentation requires."""
 
     def __init__(self, files: list[str], side_px: int | None) -> None:
         self.files, self.side_px = files, side_px
@@ -155,7 +155,7 @@ def write_with_ffcv(path: Path, files: list[str], workers: int, max_resolution: 
     from ffcv.fields.rgb_image import IMAGE_MODES
     from ffcv.writer import DatasetWriter
 
-    # The first lookup compiles for half a second, in every worker unless this process has done it (in the warm-up).
+    # The first lookup compiles for half a second. Doing it here, in the warm-up, avoids it in every worker.
     IMAGE_MODES["jpg"]
     image = RGBImageField(write_mode="jpg", max_resolution=max_resolution, jpeg_quality=QUALITY)
     writer = DatasetWriter(str(path), {"image": image, "label": IntField()}, num_workers=workers)
@@ -193,7 +193,7 @@ def draw(folder: Path, count: int, seed: int) -> None:
 
 
 def find_photos(folder: Path) -> tuple[list[str], list[str]]:
-    """All JPEGs, and those that need a resize. Reading them also fills the page cache."""
+    """Returns all JPEGs, and those that need a resize. Reading them also fills the page cache."""
     everything, large = [], []
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")):
         file = path.read_bytes()
@@ -221,7 +221,7 @@ class Bench:
     def add(
         self, name: str, workers: int, files: list[str], home: str, function: Callable[..., None], *args: Any
     ) -> None:
-        """`home` names the child; one that hangs takes down only its own contender."""
+        """Adds a contender and warms it up. `home` names its process, so one that hangs does not affect the others."""
         if home not in self.children:
             self.children[home] = Child(self.folder / f"{home}.log")
         call, path = self.children[home].call, self.folder / f"{home}.out"
@@ -236,7 +236,7 @@ class Bench:
         case = Case(name=name, workers=workers, num_items=len(files), num_bytes=num_bytes, run=run)
         self.cases[name, workers] = case
         try:
-            # Imports and first calls, out of the clock.
+            # Imports and first calls are not timed.
             call(timed, function, path, files[:CHUNK], *args, limit_seconds=180)
         except Failed as failure:
             case.failure = str(failure)
@@ -266,7 +266,7 @@ def measure(bench: Bench, everything: list[str], large: list[str], scale: Scale,
         add(HEADER, n, passed, "tar", write_tar, n, "none", "header", SHARD_MB)
         add(FULL, n, passed, "tar", write_tar, n, "none", "full", SHARD_MB)
         add(DECODE_8, n, some, "decode", decode_all, n, 8)
-        # One thread whatever n is; measured beside each n, so that ratios are of neighbours.
+        # It always has one thread, but is measured with each n, so that the sides of a ratio run close together.
         add(COPY, n, passed, "copy", copy_into_one)
     with Console(stderr=True).status("") as shown:
         interleave(
@@ -285,7 +285,7 @@ def peak_mb(folder: Path, files: list[str], workers: int) -> float:
 
 
 def summarize(bench: Bench, workers: Sequence[int], rss_mb: dict[str, float]) -> dict[str, Any]:
-    """Ratios are medians over rounds, with the most workers unless a key says otherwise."""
+    """Returns the summary. Ratios are medians over rounds, with the most workers unless a key says otherwise."""
     n = max(workers)
     summary: dict[str, Any] = {"workers": n}
     for key, other in (("ffcv_writer", FFCV), ("ffcv_max_resolution", FFCV_MAX), ("pillow", PILLOW)):
@@ -347,8 +347,8 @@ def show(console: Console, bench: Bench, summary: dict[str, Any], workers: Seque
     ratio = summary["tar_vs_ffcv_writer"]
     met = "" if ratio is None else ", [green]reached[/]" if ratio >= AIM else ", [red]missed[/]"
     console.print(
-        f"Workers: {summary['workers']}. Ours is [bold]{number(ratio, '.2f', 'x')}[/] FFCV's writer (aim {AIM}x{met}), "
-        f"{number(summary['tar_vs_pillow'], '.2f', 'x')} Pillow.\n"
+        f"Workers: {summary['workers']}. Ours is [bold]{number(ratio, '.2f', 'x')}[/] as fast as FFCV's writer "
+        f"(aim {AIM}x{met}) and {number(summary['tar_vs_pillow'], '.2f', 'x')} as fast as Pillow.\n"
         f"Passing through: {number(summary['passthrough_vs_copy'], '.0%')} of a plain copy with --check header, "
         f"{number(summary['passthrough_full_vs_decode_at_8'], '.0%')} of decoding alone with full.\n"
         f"Peak memory: {summary['peak_rss_mb']['x1']:.0f} MB, {summary['peak_rss_growth_mb']:+.1f} MB with four times "
@@ -374,7 +374,7 @@ def main() -> int:
         console.print(
             f"{len(everything):,} JPEGs ({where}), {len(large):,} with a short side above {SIDE_PX} px.\n"
             f"{scale.rounds} interleaved rounds, medians; warm cache."
-            + (" Few images, so start-up weighs: quote the full form." if kind != "full" else ""),
+            + (" There are few images, so start-up counts too much: quote the full form." if kind != "full" else ""),
             highlight=False,
         )
         try:

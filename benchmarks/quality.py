@@ -1,10 +1,10 @@
-"""What the strategies are worth: the same encoder, views, optimiser and number of images for each, several seeds.
+"""Compares the accuracy of the strategies, with the same encoder, views, optimiser and images, over several seeds.
 
     python benchmarks/quality.py [--cifar CIFAR100] [--work DIR] [--json FILE] [--study NAME] [--report]
 
-Hours on two cores, so it can be interrupted and started again: a run that was under way goes on, a finished one is a
-line of FILE and is not repeated. After each task k-NN and a linear classifier, on cached features of all tasks' images
-and over all classes, give the accuracy on each task. `--report` only shows what FILE holds.
+It takes hours on two cores, so it can be interrupted and started again: an interrupted run continues, and a finished
+run is a line of FILE and is not repeated. After each task, k-NN and a linear classifier give the accuracy on each task.
+They use cached features of all tasks' images and all classes. `--report` only shows the results in FILE.
 """
 
 import argparse
@@ -35,34 +35,35 @@ RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 PROBES = ("linear", "knn")
 STRATEGIES = ("joint", "pnr", "cassle", "finetune")
 
-# Few steps, so few keys: a slow network that follows within the age of the oldest key, in steps, lets the queries tell
-# fresh keys from old ones instead of images from each other, and MoCo collapses (results/quality.md).
+# There are few steps, so the banks are small. If the momentum network changes noticeably within the age of the oldest
+# key, the queries learn to distinguish fresh keys from old ones instead of images, and MoCo collapses
+# (results/quality.md).
 _MOCO = ("--method.bank.size", "512", "--method.ema-base", "0.996", "--method.ema-final", "0.999")
 _COMMON = ("--optim.name", "adamw", "--optim.weight-decay", "0.01", "--batch-size", "64", "--online-probe", "every=0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """One data set and method under several strategies; `flags` are those of fastcssl-train, for all of them alike."""
+    """One data set and method with several strategies. `flags` are flags of fastcssl-train, the same for all."""
 
     about: str
-    source: str  # as fastcssl-prep takes it; "{images}" is a folder made for it
+    source: str  # a source of fastcssl-prep; "{images}" is a folder that `images` fills
     method: str
     flags: tuple[str, ...]
     scenario: tuple[str, ...] = ("class", "--tasks", "5")
-    images: Callable[[Path, Path], None] | None = None  # fills that folder from CIFAR-100's
+    images: Callable[[Path, Path], None] | None = None  # fills that folder from CIFAR-100
     strategies: tuple[str, ...] = STRATEGIES
     seeds: tuple[int, ...] = (5, 6, 7)
 
 
 def some_classes(cifar: Path, out: Path) -> None:
-    """Ten classes, with the test images as validation part."""
+    """Links ten classes, with the test images for validation."""
     for split, called in (("train", "train"), ("test", "val")):
         _link(cifar / split, out / called)
 
 
 def photos_then_drawings(cifar: Path, out: Path) -> None:
-    """Three domains in a row: ten classes of photos, then twenty classes of drawings in two styles."""
+    """Makes three domains: ten classes of photos, then twenty classes of drawings in two styles."""
     _link(cifar / "train", out / "1-photos")
     for place, style in ((2, "neon"), (3, "sketch")):
         for label, name in enumerate(synthetic.class_names(20)):
@@ -75,7 +76,7 @@ def photos_then_drawings(cifar: Path, out: Path) -> None:
 
 
 def _link(classes: Path, out: Path) -> None:
-    """Every tenth class, in the order of names."""
+    """Links every tenth class, in the order of their names."""
     out.mkdir(parents=True, exist_ok=True)
     for folder in sorted(path for path in classes.iterdir() if path.is_dir())[::10]:
         link = out / folder.name
@@ -116,7 +117,7 @@ STUDIES: dict[str, Study] = {
         flags=(*_COMMON, *_MOCO, "--views.min-scale", "0.2", "--optim.lr", "0.012", "--epochs", "100"),
     ),
     "smoke": Study(
-        about="no result: that everything runs",
+        about="only shows that everything runs, not a result",
         source="synthetic:classes=20,train=4,val=2",
         method="moco",
         strategies=("joint", "pnr", "finetune"),
@@ -141,7 +142,7 @@ def prepared(name: str, study: Study, work: Path, cifar: Path | None) -> Path:
         source = source.format(images=folder)
     formats = ("--formats", "array")
     if prepare(["build", source, "--scenario", *study.scenario, *formats, "--out", str(out)]):
-        raise SystemExit(f"{source} could not be prepared; see above.")
+        raise SystemExit(f"{source} could not be prepared. The reason is above.")
     return out
 
 
@@ -151,13 +152,13 @@ def run(name: str, study: Study, strategy: str, seed: int, data: Path, work: Pat
     flags = [*anything, *study.flags, "--seed", str(seed), "--device", "cpu"]
     _, chosen = parsed(words, recipe(*words), flags)
     out, first = (work / f"{name}-{word}-seed{seed}" for word in (strategy, _first(study)))
-    # The first task is the same under all of them, bit for bit: it is trained once.
+    # The first task is the same with all of these strategies, bit for bit, so it is trained once.
     borrows = strategy not in ("joint", _first(study)) and (first / "checkpoints" / "task-0.pt").exists()
     outcome = train(
         chosen, data=data, out=out, start_from=f"{first}@0" if borrows and not out.exists() else None, console=Console()
     )
     if outcome.status != "finished":
-        raise SystemExit("Stopped. Run the same command again to go on.")
+        raise SystemExit("Stopped. Run the same command again to continue.")
     return {
         "study": name,
         "strategy": strategy,
@@ -174,13 +175,13 @@ def _first(study: Study) -> str:
 
 
 def _whole(out: Path, first: Path) -> dict[str, list[list[float]]]:
-    """The tables of a run, with the row of a first task that was trained elsewhere."""
+    """Returns the tables of a run, including the row of a first task that another run trained."""
     own, other = tables(out), tables(first)
     return {probe: rows if len(rows) == len(other[probe]) else other[probe][:1] + rows for probe, rows in own.items()}
 
 
 def tables(out: Path) -> dict[str, list[list[float]]]:
-    """For each probe, a row for each trained task: the accuracy on every task."""
+    """Returns a table per probe, with one row per trained task that has the accuracy on every task."""
     found: dict[str, list[list[float]]] = {probe: [] for probe in PROBES}
     for line in (out / "metrics.jsonl").read_text().splitlines():
         report = json.loads(line)
@@ -194,23 +195,24 @@ def tables(out: Path) -> dict[str, list[list[float]]]:
 
 
 def finished(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of the finished runs."""
     if not path.exists():
         return []
     return [line for line in map(json.loads, path.read_text().splitlines()) if "study" in line]
 
 
 def average(table: list[list[float]]) -> float:
-    """A_T: the mean over tasks after the last one."""
+    """Returns A_T: the mean over tasks after the last one."""
     return metrics.average_over_all(table)[-1]
 
 
 def forgetting(table: list[list[float]]) -> float | None:
-    """S: how far each task but the last has fallen from its best, on average. None for a single checkpoint."""
+    """Returns S: the mean fall of each task except the last from its best, or None for a single checkpoint."""
     return metrics.stability(table) if len(table) > 1 else None
 
 
 def after_learning(table: list[list[float]]) -> float | None:
-    """How much each task but the last has changed since it was learnt, on average; negative: it fell."""
+    """Returns the mean change of each task except the last since it was learnt. Negative values are a fall."""
     if len(table) < 2:
         return None
     return statistics.fmean(table[-1][i] - table[i][i] for i in range(len(table) - 1))
@@ -220,7 +222,7 @@ MEASURES = {"A": average, "S": forgetting, "since": after_learning}
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """By study and strategy: mean and standard deviation over seeds, in percent."""
+    """Returns mean and standard deviation over seeds, in percent, by study and strategy."""
     found: dict[str, Any] = {}
     for line in lines:
         found.setdefault(line["study"], {}).setdefault(line["strategy"], []).append(line)
@@ -255,9 +257,10 @@ def show(console: Console, found: dict[str, Any]) -> None:
             table.add_row(strategy, *(_cell(row[column]) for column in columns), str(len(row["seeds"])))
         console.print(table)
     console.print(
-        "Top-1 in %, mean ± standard deviation over seeds; tasks weigh alike. A: after the last task.", style="dim"
+        "Top-1 in %, mean ± standard deviation over seeds; tasks have equal weight. A: after the last task.",
+        style="dim",
     )
-    console.print("S: fall from the best. since: change since it was learnt.", style="dim")
+    console.print("S: fall from a task's best. since: change since a task was learnt.", style="dim")
 
 
 def _cell(value: tuple[float, float | None] | None) -> str:
@@ -270,11 +273,11 @@ def _cell(value: tuple[float, float | None] | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cifar", type=Path, help="CIFAR-100 as folders: {train,test}/{class}/*.png")
-    parser.add_argument("--work", type=Path, help="data and runs; kept, so that an interrupted start goes on")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="one line a finished run")
-    parser.add_argument("--study", choices=STUDIES, action="append", help="default: all but smoke")
-    parser.add_argument("--threads", type=int, default=1, help="that compute; one is the quickest beside other work")
-    parser.add_argument("--report", action="store_true", help="only show what is there")
+    parser.add_argument("--work", type=Path, help="folder for data and runs; kept, so that runs can continue")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write one line per finished run")
+    parser.add_argument("--study", choices=STUDIES, action="append", help="may be repeated; default: all except smoke")
+    parser.add_argument("--threads", type=int, default=1, help="for computing; one is the fastest beside other work")
+    parser.add_argument("--report", action="store_true", help="only show the stored results")
     args = parser.parse_args()
     console = Console()
     work = args.work or Path(tempfile.gettempdir()) / "fastcssl-quality"
@@ -290,11 +293,11 @@ def main() -> int:
 
 def _run_study(name: str, study: Study, cifar: Path | None, work: Path, path: Path, console: Console) -> None:
     if study.images is not None and cifar is None:
-        console.print(f"{name} needs --cifar; left out.")
+        console.print(f"{name} is left out, because it needs --cifar.")
         return
     done = {(line["study"], line["strategy"], line["seed"]) for line in finished(path)}
     data = prepared(name, study, work, cifar)
-    for seed in study.seeds:  # all strategies of one seed first: a comparison is there early
+    for seed in study.seeds:  # all strategies of one seed first, so that they can be compared early
         for strategy in study.strategies:
             if (name, strategy, seed) not in done:
                 line = run(name, study, strategy, seed, data, work)

@@ -1,8 +1,9 @@
-"""Every method under every strategy, two tasks of the embedded set, each by the command that a user would type.
+"""Trains every method with every strategy on two tasks of the embedded set, with the command that a user would type.
 
     python benchmarks/sweep.py [--json FILE] [--work DIR] [--only METHOD/STRATEGY ...]
 
-Says that each combination trains, how long it took and where its loss ended; nothing about quality (quality.py).
+It shows that each combination trains, how long that takes and its final loss. It does not measure quality; quality.py
+does.
 """
 
 import argparse
@@ -32,11 +33,12 @@ FLAGS = (
 
 
 def combinations() -> list[tuple[str, str]]:
+    """Returns all pairs of a method and a strategy."""
     return [(method, strategy) for method in methods.names() for strategy in strategies.names()]
 
 
 def train(method: str, strategy: str, data: Path, out: Path) -> dict[str, Any]:
-    """One run; `failure` is its last words where it did not end well."""
+    """Trains one run and returns its record. `failure` is the last line of its output if it failed."""
     words = ["demo", method, strategy, "--data", str(data), "--out", str(out), *FLAGS]
     began = time.perf_counter()
     command = [sys.executable, "-m", "fastcssl.cli.train", *words]
@@ -65,7 +67,7 @@ def train(method: str, strategy: str, data: Path, out: Path) -> dict[str, Any]:
 
 
 def show(console: Console, found: list[dict[str, Any]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="loss after the last task; × failed", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Loss after the last task, × failed", title_justify="left")
     table.add_column("")
     columns = list(dict.fromkeys(line["strategy"] for line in found))
     for name in columns:
@@ -89,13 +91,15 @@ def _cell(line: dict[str, Any] | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--only", nargs="*", help="such as moco/pnr byol/cassle")
-    parser.add_argument("--work", type=Path, help="where data and runs go; default: a folder that is removed")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the results")
+    parser.add_argument(
+        "--only", nargs="*", help="the combinations to train, such as moco/pnr byol/cassle; default: all"
+    )
+    parser.add_argument("--work", type=Path, help="folder for data and runs; default: a temporary folder")
     args = parser.parse_args()
     chosen = [pair for pair in combinations() if not args.only or "/".join(pair) in args.only]
     if args.only and len(chosen) != len(args.only):
-        parser.error(f"--only: of {', '.join(args.only)} not all are METHOD/STRATEGY of this build.")
+        parser.error(f"--only {' '.join(args.only)}: not all are a METHOD/STRATEGY of this build.")
     console = Console()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)

@@ -1,7 +1,7 @@
-"""What every benchmark shares: interleaved rounds, child processes with a time limit, peak memory, JSON lines.
+"""Code that all benchmarks share: interleaved rounds, child processes with a time limit, peak memory, JSON lines.
 
-Contenders take turns, round after round, so that a machine that slows down slows all of them; a ratio is the median
-of the ratios of single rounds, whose two sides ran within seconds of each other.
+Contenders take turns in every round, so that a machine that slows down slows all of them. A ratio is the median of the
+ratios of single rounds, whose two sides ran within seconds of each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHANGES = ("status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclud
 
 
 class Failed(Exception):
-    """A contender could not be measured; the text says why."""
+    """A contender could not be measured. The text says why."""
 
 
 @dataclass(kw_only=True)
@@ -35,20 +35,21 @@ class Case:
 
     name: str
     workers: int
-    num_items: int  # of a round
-    num_bytes: int  # that a round reads
+    num_items: int  # per round
+    num_bytes: int  # read per round
     run: Callable[[], float]
     seconds: list[float] = field(default_factory=list)
     failure: str = ""
 
     def rate(self, *, megabytes: bool = False, best: bool = False) -> float | None:
-        """Items a second, or megabytes read; of the median round or the best."""
+        """Returns the items or megabytes read per second, in the median round or the best."""
         if not self.seconds:
             return None
         amount = self.num_bytes / 1e6 if megabytes else self.num_items
         return amount / (min(self.seconds) if best else statistics.median(self.seconds))
 
     def record(self, item: str) -> dict[str, Any]:
+        """Returns the line of this case in a results file. `item` is the singular word for an item."""
         rates = {
             f"{unit}_per_s_{which}": self.rate(megabytes=unit == "mb", best=which == "best")
             for unit in (f"{item}s", "mb")
@@ -60,7 +61,7 @@ class Case:
 
 
 def interleave(cases: Sequence[Case], rounds: int, on_round: Callable[[int, Case], None]) -> None:
-    """Every case once a round; each round begins with another one. A case that fails once is left out from then on."""
+    """Runs every case once per round. Each round begins with another case. A case that fails is then left out."""
     for number in range(rounds):
         for step in range(len(cases)):
             case = cases[(step + number) % len(cases)]
@@ -74,7 +75,7 @@ def interleave(cases: Sequence[Case], rounds: int, on_round: Callable[[int, Case
 
 
 def speedup(case: Case, other: Case, *, megabytes: bool = False, best: bool = False) -> float | None:
-    """How many times the other's rate; the median over rounds. None when either could not be measured."""
+    """Returns the rate of a case divided by the other's, the median over rounds, or None if either was not measured."""
     if not case.seconds or not other.seconds:
         return None
     amounts = case.num_bytes / other.num_bytes if megabytes else case.num_items / other.num_items
@@ -86,8 +87,8 @@ def speedup(case: Case, other: Case, *, megabytes: bool = False, best: bool = Fa
 class Child:
     """A process that runs one function after another.
 
-    It is started once, so that imports and warm-up stay out of every measurement, and it can be ended with all its
-    descendants when it hangs. Functions and arguments are pickled: they must be importable.
+    It is started once, so that no measurement includes imports and warm-up, and it can be killed with all its
+    descendants if it hangs. Functions and arguments are pickled, so they must be importable.
     """
 
     def __init__(self, log: Path) -> None:
@@ -99,6 +100,7 @@ class Child:
         theirs.close()
 
     def call(self, function: Callable[..., Any], *args: Any, limit_seconds: float) -> Any:
+        """Returns the function's result. Raises Failed if it raises, takes too long, or its process ends."""
         try:
             self._pipe.send((function, args))
             if not self._pipe.poll(limit_seconds):
@@ -112,13 +114,13 @@ class Child:
         return result
 
     def close(self, patience_seconds: float = 10) -> None:
-        """Lets it end by itself, which frees its semaphores; past `patience_seconds` ends it and its descendants."""
+        """Waits for the process to end and free its semaphores. Kills it and its descendants if that takes too long."""
         self._pipe.close()
         self._process.join(patience_seconds)
         if self._process.is_alive() and self._process.pid:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # too young to be a group of its own
+            except ProcessLookupError:  # it has not created its process group yet
                 self._process.kill()
             self._process.join()
 
@@ -129,9 +131,9 @@ class Child:
 
 def _serve(pipe: Any, log: Path) -> None:
     os.setsid()
-    # A spawned process would spawn in turn, and contenders start their workers as the platform does.
+    # A spawned process would also spawn its children, but contenders should use the platform's default.
     multiprocessing.set_start_method(None, force=True)
-    # Progress bars of contenders go to a file, which also keeps the last words of one that dies.
+    # Progress bars of contenders go to a file, which also keeps the last output of one that dies.
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
     while True:
         try:
@@ -147,9 +149,9 @@ def _serve(pipe: Any, log: Path) -> None:
 
 
 def peak_rss_mb() -> float:
-    """Of this process since it began; call it inside a Child.
+    """Returns the peak memory of this process since it began. Call it inside a Child.
 
-    Not getrusage: on Linux its ru_maxrss also counts the parent's memory from before the child's exec.
+    It does not use getrusage, whose ru_maxrss on Linux includes the parent's memory from before the child's exec.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
@@ -158,10 +160,10 @@ def peak_rss_mb() -> float:
 
 
 def environment(packages: Iterable[str], **more: Any) -> dict[str, Any]:
-    """Where numbers come from: commit, versions, processor, how busy the machine was."""
+    """Returns where the numbers come from: commit, versions, processor and the load of the machine."""
     return {
         "commit": git(_HERE, "rev-parse", "HEAD"),
-        # Of files that git knows, but for what benchmarks write.
+        # Only files that git tracks count, without those that benchmarks write.
         "is_modified": None if (changes := git(_HERE, *_CHANGES)) is None else bool(changes),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
@@ -189,5 +191,6 @@ def _cpu_model() -> str:
 
 
 def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Writes one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record, allow_nan=False) + "\n" for record in records), encoding="utf-8")

@@ -1,13 +1,13 @@
-"""Training, whole steps: beside the same step on a batch held in memory, the loader alone, and lightly's MoCo.
+"""Measures complete training steps, the same step on a batch held in memory, the loader alone, and lightly's MoCo.
 
     python benchmarks/train.py --quick                        # the embedded set, about a minute
     python benchmarks/train.py --data DIR --json train.jsonl
 
 A step is what fastcssl/train/loop.py does with a batch: forward, backward, optimiser, momentum, banks. Epochs are
-endless, and nothing is logged or saved. Every contender lives in a process of its own, with as many threads for
-computing as for loading, and is stopped while others are measured. What whole steps could reach: on a GPU the slower
-one of loader and held batch; on a CPU both in turn, since they share its cores. lightly runs on this environment's
-torch; how it trains is told in train_lightly.py, and what counts as memory in train_process.py."""
+endless, and nothing is logged or saved. Every contender has its own process, with as many threads for computing as for
+loading, which is stopped while others are measured. The ceiling of complete steps is the slower of loader and held
+batch on a GPU, and the sum of both on a CPU, where they share the cores. lightly runs on this environment's torch.
+train_lightly.py explains how it trains, and train_process.py what counts as memory."""
 
 import contextlib
 import math
@@ -42,31 +42,31 @@ SMOKE, QUICK, FULL = range(3)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    data: Path | None = None  # A prepared folder: in array format it stands for the 32-px images, else for the photos.
-    json: Path | None = None  # Where to write the numbers, a JSON object a line; the last one is the summary.
-    quick: bool = False  # About a minute: fewer rows and rounds, smaller banks.
-    smoke: bool = False  # Seconds: proves that it runs, measures nothing.
-    lightly_python: Path | None = None  # A Python of this version that has lightly. Without it: this one.
+    data: Path | None = None  # A prepared folder. It replaces the 32-px images if it is an array, else the photos.
+    json: Path | None = None  # Where to write the numbers, one JSON object per line. The last one is the summary.
+    quick: bool = False  # Takes about a minute: fewer rows and rounds, smaller banks.
+    smoke: bool = False  # Takes seconds: shows that it runs, but measures nothing.
+    lightly_python: Path | None = None  # A Python of this version that has lightly. Default: this one.
     device: Literal["auto", "cpu", "cuda"] = "auto"  # Where to train.
-    threads: int = 2  # For computing, and as many for loading; also the cores of a contender.
-    encoder: str | None = None  # Such as resnet18, which a GPU gets anyway; a CPU gets a narrow one.
+    threads: int = 2  # Threads for computing, and as many for loading; also the cores of a contender.
+    encoder: str | None = None  # Such as resnet18. Default: resnet18 on a GPU, a narrow one on a CPU.
     batch_size: int | None = None
-    size_px: int | None = None  # Of the views of photos.
-    rounds: int | None = None  # How often everything is measured.
-    work: Path | None = None  # Where to prepare images; kept, and used again by the next start.
-    seed: int = 0  # Of the embedded set, the first weights and the views.
+    size_px: int | None = None  # The size of the views of photos.
+    rounds: int | None = None  # How many times everything is measured.
+    work: Path | None = None  # Where to prepare images. Kept and reused by the next start.
+    seed: int = 0  # The seed of the embedded set, the initial weights and the views.
 
 
 class Scale(NamedTuple):
     level: int  # rows of this level and below are measured
     rounds: int
-    slice_seconds: float  # that a contender runs in a round, at least two steps
+    slice_seconds: float  # per contender and round; at least two steps
     num_warm_up: int  # steps
     encoder: str
     batch_size: int
     size_px: int
     bank_size: int
-    num_drawn: int  # in two tasks, of 20 classes together
+    num_drawn: int  # in two tasks with 20 classes in all
     num_drawn_small: int
 
 
@@ -98,7 +98,7 @@ _STEP, _HELD = Row("ours", "step", SMOKE), Row("ours", "held", SMOKE)
 _CEILINGS = (Row("ours", "loader", QUICK), Row("ours", "networks", FULL))
 _LIGHTLY = (Row("lightly", "step", SMOKE), Row("lightly", "held", FULL), Row("lightly", "loader", FULL))
 _MOCO, _PNR = (_STEP, _HELD, *_CEILINGS, *_LIGHTLY), (_STEP, _HELD, *_CEILINGS)
-# CaSSLe's views of MoCo are two like ones, as lightly's; PNR's are not.
+# Both views of CaSSLe's MoCo have the same distribution, as in lightly. PNR's views differ.
 WORK_LOADS = (
     WorkLoad("small", "MoCo, 32-px images in an array", SMOKE, True, "finetune", 0, "cassle-moco-cifar", _MOCO),
     WorkLoad("photos", "MoCo, JPEGs", QUICK, False, "finetune", 0, "cassle-moco-imagenet", _MOCO),
@@ -112,15 +112,15 @@ WORK_LOADS = (
 class Images(NamedTuple):
     manifest: Path
     about: str
-    num_images: int  # of the first task
+    num_images: int  # in the first task
     mean_bytes: float
-    jpegs: Path | None = None  # the first task's, as loose files
+    jpegs: Path | None = None  # the first task's images as single files
 
 
 def prepare(
     options: Options, folder: Path, scale: Scale, loads: Sequence[WorkLoad], *, files: bool
 ) -> dict[bool, Images]:
-    """What these work loads need, by `is_small`; with `files`, photos also as loose files."""
+    """Returns the images that these work loads need, by `is_small`. With `files`, photos are also single files."""
     found: dict[bool, Images] = {}
     try:
         if options.data is not None:
@@ -133,7 +133,7 @@ def prepare(
             if load.task >= len(load_manifest(found[load.is_small].manifest).tasks):
                 about = found[load.is_small].about
                 raise SystemExit(
-                    f"{about} has one task, but {load.key} is measured at the second: fastcssl-prep split."
+                    f"{about} has one task, but {load.key} is measured in the second. Use fastcssl-prep split."
                 )
     except (ManifestError, PrepError) as error:
         raise SystemExit(str(error)) from None
@@ -185,19 +185,19 @@ def _extract(path: Path, target: Path) -> Path:
 
 @dataclass(kw_only=True)
 class Entry:
-    """One contender in one work load, in its process."""
+    """One contender in one work load, and its process."""
 
     load: WorkLoad
     job: Job
     child: Child
     case: Case
     pid: int = 0
-    num_batches: int = 2  # of a round
+    num_batches: int = 2  # per round
     slices: list[Slice] = field(default_factory=list)
     peaks: Peaks | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Awake for as long as it takes, then stopped again with all its threads and workers."""
+        """Wakes the process for one call, then stops it again with all its threads and workers."""
         if self.pid:
             os.killpg(self.pid, signal.SIGCONT)
         try:
@@ -262,7 +262,7 @@ class Bench:
 
     @contextlib.contextmanager
     def started(self, loads: Sequence[WorkLoad]) -> Iterator[ThreadPoolExecutor]:
-        """The processes of these work loads; the pool is done when they have imported what they need."""
+        """Starts the processes of these work loads. The pool is done when they have imported their packages."""
         entries: list[Entry] = []
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:
@@ -327,7 +327,7 @@ def main() -> int:
     options = replace(options, threads=min(options.threads, len(os.sched_getaffinity(0))))
     kind = "smoke" if options.smoke else "quick" if options.quick else "full"
     device = options.device
-    if device == "auto":  # torch would know, but takes seconds to ask
+    if device == "auto":  # torch knows too, but importing it takes seconds
         device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
     scale = SCALES[kind]
     if device == "cuda" and kind != "smoke":
@@ -342,7 +342,8 @@ def main() -> int:
         work = options.work or logs
         work.mkdir(parents=True, exist_ok=True)
         bench = Bench(folder=logs, scale=scale, options=options, device=device, lightly=lightly)
-        # Few processes are started at once, and import while images are prepared; many might not fit into memory.
+        # Starts one group of processes at a time, because many might not fit into memory. They import while images are
+        # prepared.
         groups = [[load] for load in loads] if kind == "full" else [loads]
         images: dict[bool, Images] | None = None
         with Console(stderr=True).status("preparing images") as status:
@@ -366,7 +367,7 @@ def main() -> int:
             threads=options.threads,
             images={load.key: images[load.is_small].about for load in loads},
             num_images={load.key: images[load.is_small].num_images for load in loads},
-            omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),  # how threads wait matters when they share cores
+            omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),  # it matters how threads wait when they share cores
             load_average_before=round(load_before, 2),
         )
         about["versions"]["lightly"] = lightly.version

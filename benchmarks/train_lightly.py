@@ -1,13 +1,13 @@
-"""lightly's side of train.py: where it is installed, and MoCo v2 trained as in its PyTorch example.
+"""Runs lightly's side of train.py: finds where it is installed, and trains MoCo v2 as in its PyTorch example.
 
-Its own: the transform, the projection head, the loss with its memory bank, the momentum update; torch's DataLoader and
-SGD. Made like ours, beyond the example: the network and its first weights; both views as queries, with a bank of keys
-for each view; epochs without a gap between them; momentum and weight decay of SGD. Left as they are: crops are resized
-bilinearly (ours bicubically, which takes longer), flipped before their colours change and blurred by Pillow; the
-network is not in channels-last memory; the weight of the moving average does not change. 32-px images lie in memory, as
-torchvision's CIFAR has them; photos are loose JPEGs.
+It uses lightly's transform, projection head, loss with memory bank and momentum update, and torch's DataLoader and SGD.
+Unlike the example, these are the same as ours: the network and its initial weights; both views as queries, with a bank
+of keys for each view; epochs without a gap between them; momentum and weight decay of SGD. These stay as in lightly:
+crops are resized bilinearly (ours bicubically, which takes longer), flipped before their colours change and blurred by
+Pillow; the network is not in channels-last memory; the weight of the moving average is constant. 32-px images are in
+memory, as in torchvision's CIFAR; photos are single JPEGs.
 
-What is used of it needs few of its dependencies: pip install --no-deps lightly lightning-utilities.
+The parts that are used need few of lightly's dependencies: pip install --no-deps lightly lightning-utilities.
 """
 
 import copy
@@ -25,13 +25,18 @@ from train_process import Contender, Job
 
 
 class Found(NamedTuple):
+    """The installed lightly, or why it is missing."""
+
     version: str | None
-    packages: tuple[str, ...] = ()  # where else to look for it
+    packages: tuple[str, ...] = ()  # additional folders to search for it
     missing: str = ""  # why it is not measured
 
 
 def find_lightly(python: Path | None) -> Found:
-    """`python`: another interpreter; what it has installed is looked up after what this one has."""
+    """Returns the lightly of this interpreter or of `python`.
+
+    The packages of `python` are searched after those of this interpreter.
+    """
     if python is None:
         if importlib.util.find_spec("lightly"):
             return Found(importlib.metadata.version("lightly"))
@@ -87,7 +92,7 @@ class Lightly(Contender):
         from torch.utils.data import DataLoader
 
         (view, other), job = self.config.views.views(), self.job
-        assert view == other, "lightly's transform has two like views"
+        assert view == other, "lightly's transform has two views of the same distribution"
         transform = MoCoV2Transform(
             input_size=view.size_px,
             cj_prob=view.jitter_p,
@@ -129,7 +134,7 @@ class Lightly(Contender):
             update_momentum(module, slow, m=self.config.method.ema_base)
         with torch.autocast(self.job.device, self.amp_dtype, enabled=self.amp_dtype is not None):
             queries, keys = ([head(backbone(x)) for x in batch] for backbone, head in (self.online, self.slow))
-            # A view's keys, and the bank that holds such keys, are for the queries of the other view.
+            # The queries of a view are compared with the keys of the other view and their bank.
             loss = (self.losses[1](queries[0], keys[1]) + self.losses[0](queries[1], keys[0])) / 2
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()
@@ -139,7 +144,7 @@ class Lightly(Contender):
 
 
 class Pictures:
-    """Small images in memory, as torchvision's CIFAR holds them; lightly sets the transform."""
+    """Small images in memory, as in torchvision's CIFAR. lightly sets the transform."""
 
     transform: Any = None
 

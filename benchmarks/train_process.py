@@ -1,9 +1,10 @@
-"""What runs in the process of one contender of train.py: what both sides are told, our training, and the clock.
+"""Runs in the process of one contender of train.py: the settings of both sides, our training, and the measurement.
 
-lightly's training is in train_lightly.py. Packages are imported where they are used: the parent needs none of them.
+lightly's training is in train_lightly.py. Packages are imported where they are used, because the parent needs none of
+them.
 
-Memory: the largest resident size of the process (VmHWM) and, of DataLoader workers, the pages that are theirs alone
-(those that they share with the process are in its size); on a GPU, what torch had allocated there at most.
+Memory is the largest resident size of the process (VmHWM) plus the private pages of DataLoader workers (the size of the
+process includes the shared pages). On a GPU, it is the most that torch had allocated there.
 """
 
 import importlib
@@ -21,7 +22,7 @@ from loader_process import die_with_parent
 from timing import peak_rss_mb
 
 Side = Literal["ours", "lightly"]
-Mode = Literal["step", "held", "networks", "loader"]  # held: on the same batch again and again
+Mode = Literal["step", "held", "networks", "loader"]  # held: always the same batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,32 +32,32 @@ class Job:
     side: Side
     mode: Mode
     strategy: str
-    task: int  # whose images are trained on
+    task: int  # the task whose images are used
     policy: str
     size_px: int
     stem: str
     encoder: str
     bank_size: int
     batch_size: int
-    num_threads: int  # of torch, and as many of the loader; of a DataLoader: worker processes
+    num_threads: int  # for torch, and as many for the loader (or worker processes of a DataLoader)
     num_warm_up: int  # steps
     device: str
     seed: int
-    packages: tuple[str, ...] = ()  # where else to look for lightly
-    manifest: Path = Path()  # this and the next are set when images are prepared
-    jpegs: Path | None = None  # a folder with the task's images as loose files; None: there is but the array
+    packages: tuple[str, ...] = ()  # additional folders to search for lightly
+    manifest: Path = Path()  # this field and the next are set when images are prepared
+    jpegs: Path | None = None  # a folder with the task's images as single files; None if there is only the array
 
 
 def config_of(job: Job) -> Any:
-    """The recipe's values, but for the size of everything. Both sides take theirs from here."""
+    """Returns the configuration of both sides: the recipe's values with other sizes."""
     from fastcssl.config.config import ExpectConfig, RunConfig, ViewsConfig
     from fastcssl.config.recipes import recipe
     from fastcssl.learn.encoders import EncoderConfig
 
     found: Any = recipe(f"{'cifar' if job.stem == 'cifar' else 'imagenet'}100-class5", "moco", job.strategy).config
-    bank = replace(found.method.bank, size=job.bank_size, initial="random")  # full from the first step, as lightly's
+    bank = replace(found.method.bank, size=job.bank_size, initial="random")  # full from the first step, like lightly's
     optim = found.optim
-    if job.strategy == "finetune":  # to be compared with lightly, whose example has SGD; the rate is MoCo v2's
+    if job.strategy == "finetune":  # compared with lightly, whose example uses SGD; the learning rate is MoCo v2's
         optim = replace(optim, name="sgd", lr=0.03, schedule="cosine", exclude_bias_and_norm=False)
     return replace(
         found,
@@ -73,9 +74,9 @@ def config_of(job: Job) -> Any:
 
 
 class Contender:
-    """A side's training, cut into its parts."""
+    """The training of one side, in separate parts."""
 
-    # Imported before any clock starts, and before memory is first looked at.
+    # Imported before anything is timed and before memory is first measured.
     modules: ClassVar[tuple[str, ...]] = (
         "fastcssl.train.build",
         "fastcssl.config.recipes",
@@ -93,19 +94,19 @@ class Contender:
         self.scaler = torch.amp.GradScaler(job.device, enabled=self.amp_dtype is torch.float16)
 
     def batches(self) -> Iterator[Any]:
-        """Without end."""
+        """Yields batches endlessly."""
         raise NotImplementedError
 
     def keep(self, batch: Any) -> Any:
-        """A copy that outlives the loader."""
+        """Returns a copy of a batch that outlives the loader."""
         raise NotImplementedError
 
     def train(self, batch: Any) -> Any:
-        """One step; the loss, on the device."""
+        """Makes one training step and returns the loss, on the device."""
         raise NotImplementedError
 
     def networks(self, batch: Any) -> Any:
-        """What no step can do without: the networks' passes. No loss, banks, optimiser or momentum."""
+        """Makes only the networks' passes, which every step needs, without loss, banks, optimiser or momentum."""
         raise NotImplementedError
 
 
@@ -176,12 +177,12 @@ def _contender(side: Side) -> type[Contender]:
 
 class Slice(NamedTuple):
     seconds: float
-    wait_share: float  # of the time, for data; on a GPU: that it had nothing to do between two steps
+    wait_share: float  # share of the time spent waiting for data; on a GPU, share of the time idle between steps
     loss: float | None
 
 
 class Peaks(NamedTuple):
-    imports_mb: float  # of the process, before anything is built
+    imports_mb: float  # of the process before anything is built
     process_mb: float
     workers_mb: float
     device_mb: float | None
@@ -196,7 +197,7 @@ class Peaks(NamedTuple):
 
 
 class _Running:
-    """What lives in this process between two calls."""
+    """The state of this process between two calls."""
 
     contender: Contender
     batches: Iterator[Any]
@@ -205,9 +206,9 @@ class _Running:
 
 
 def settle_in(job: Job, number: int) -> int:
-    """Takes its cores before any library counts them, and imports. Returns the process's id.
+    """Takes its cores before any library counts them, and imports packages. Returns the process id.
 
-    Processes import on different cores, by their number, and are then measured on the same.
+    Processes import on different cores, chosen by their number, and are then measured on the same cores.
     """
     die_with_parent()
     cores = sorted(os.sched_getaffinity(0))
@@ -225,7 +226,7 @@ def settle_in(job: Job, number: int) -> int:
 
 
 def begin(job: Job) -> float:
-    """Roughly the seconds of a batch."""
+    """Builds the contender and warms it up. Returns the approximate seconds per batch."""
     import torch
 
     torch.manual_seed(job.seed)
@@ -233,12 +234,13 @@ def begin(job: Job) -> float:
     _Running.batches = contender.batches()
     if job.mode in ("held", "networks"):
         _Running.held = contender.keep(next(_Running.batches))
-        del _Running.batches  # and its threads' work, or its workers
-    advance(job.num_warm_up)  # also what lay ready: from here on batches cost what they cost
+        del _Running.batches  # together with the work of its threads or its workers
+    advance(job.num_warm_up)  # also uses up the batches that are ready; later ones take their full time
     return advance(2).seconds / 2
 
 
 def advance(num_batches: int) -> Slice:
+    """Runs some batches and returns their time, the share of waiting, and the last loss."""
     import torch
 
     from fastcssl.runs.timing import DeviceIdle
@@ -266,6 +268,7 @@ def advance(num_batches: int) -> Slice:
 
 
 def peaks() -> Peaks:
+    """Returns the peak memory so far."""
     import torch
 
     workers_mb = sum(_private_mb(worker.pid) for worker in multiprocessing.active_children() if worker.pid)

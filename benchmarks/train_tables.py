@@ -1,4 +1,4 @@
-"""The numbers of train.py as people read them: the summary, one table."""
+"""Turns the numbers of train.py into the summary and the tables."""
 
 import statistics
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ NAMES = {
     ("lightly", "held"): "lightly, batch held in memory",
     ("lightly", "loader"): "lightly's DataLoader alone",
 }
-# Of the work load where ours does worst: the key, and which of several values that is.
+# The keys that are reported for the work load where ours does worst, and how to choose the worst value.
 WORST = {
     "data_wait_share": max,
     "step_vs_synthetic_batch": min,
@@ -34,7 +34,7 @@ WORST = {
 
 
 def summarize(bench: "Bench") -> dict[str, Any]:
-    """Ratios of rates are medians of the ratios of single rounds."""
+    """Returns the summary. Ratios of rates are medians of the ratios of single rounds."""
     keys = dict.fromkeys(key for key, _, _ in bench.entries)
     by_load = {key: _summary_of(bench, key) for key in keys}
     worst = {}
@@ -84,7 +84,10 @@ def wait_share(entry: "Entry | None") -> float | None:
 
 
 def ceiling_seconds(bench: "Bench", entry: "Entry") -> list[float] | None:
-    """Of an image, one a round: whole steps from held batch and loader, held batches from the networks' passes."""
+    """Returns the least seconds per image, one value per round, or None if they are not known.
+
+    For complete steps, they follow from the held batch and the loader; for held batches, from the networks' passes.
+    """
     parts = {"step": ("held", "loader"), "held": ("networks",)}.get(entry.job.mode, ())
     cases = [
         found.case
@@ -107,7 +110,7 @@ def _share_of_ceiling(bench: "Bench", entry: "Entry | None") -> float | None:
 
 
 def _spread(bench: "Bench") -> float | None:
-    """How noisy the machine was: the median row's slowest round over its fastest."""
+    """Returns how noisy the machine was: for the median row, the slowest round divided by the fastest."""
     seconds = [entry.case.seconds for entry in bench.entries.values() if len(entry.case.seconds) > 1]
     return statistics.median(max(each) / min(each) for each in seconds) if seconds else None
 
@@ -120,7 +123,7 @@ def show(console: Console, bench: "Bench", images: dict[bool, "Images"], summary
     console.print(
         f"{scale.encoder}, batches of {scale.batch_size}, banks of {scale.bank_size:,} keys, {bench.options.threads} "
         f"threads for computing and {bench.options.threads} for loading, on {bench.device}.\n"
-        f"{scale.rounds} interleaved rounds; source images a second, two views of each.",
+        f"{scale.rounds} interleaved rounds; source images per second, two views of each.",
         highlight=False,
     )
     for load in dict.fromkeys(entry.load for entry in bench.entries.values()):
@@ -128,7 +131,7 @@ def show(console: Console, bench: "Bench", images: dict[bool, "Images"], summary
         title = f"\n{load.title}, {size_px}-px views ({images[load.is_small].about})"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         table.add_column("", no_wrap=True, min_width=30)
-        for head in ("images/s", "best", "ceiling", "of it", "waits", "ours is", "peak MB", "imports"):
+        for head in ("images/s", "best", "ceiling", "of ceiling", "waits", "ours is", "peak MB", "imports"):
             table.add_column(head, justify="right", no_wrap=True, min_width=max(6, len(head)))
         for entry in bench.entries.values():
             if entry.load == load:
@@ -143,12 +146,12 @@ def show(console: Console, bench: "Bench", images: dict[bool, "Images"], summary
         console.print(bench.lightly.missing, highlight=False)
     memory = "allocated on the GPU" if bench.device == "cuda" else "of the process and its workers"
     console.print(
-        f"\nWhere ours does worst: waits for data {number(summary['data_wait_share'], '.1%')} of the time, whole steps "
-        f"{number(summary['step_vs_synthetic_batch'], '.2f')}x of held batches\n"
-        f"and {number(summary['step_vs_ceiling'], '.2f')}x of the ceiling, "
+        f"\nOurs at worst: it waits for data {number(summary['data_wait_share'], '.1%')} of the time. Whole steps have "
+        f"{number(summary['step_vs_synthetic_batch'], '.2f')}x the rate of held batches\n"
+        f"and {number(summary['step_vs_ceiling'], '.2f')}x that of the ceiling, and "
         f"{number(summary['images_per_s_vs_lightly'], '.2f')}x lightly's images/s at "
         f"{number(summary['peak_memory_vs_lightly'], '.2f')}x its memory ({memory}).\n"
-        f"The median row's slowest round took {number(summary['round_spread'], '.2f')} times its fastest.",
+        f"In the median row, the slowest round took {number(summary['round_spread'], '.2f')} times its fastest.",
         highlight=False,
     )
 

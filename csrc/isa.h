@@ -1,4 +1,4 @@
-// Which vector instructions this processor has, in the sets that the kernels are compiled for.
+// Tells which of the instruction sets that the kernels are compiled for this processor has.
 #pragma once
 
 namespace fastcssl {

@@ -1,5 +1,5 @@
-// The three places where CUDA's syntax is not C++: spelled as macros, so that the same .cu also compiles under g++ with
-// tests/emulator, which defines them its own way.
+// Macros for the three places where CUDA's syntax is not C++. The same .cu files also compile with g++ and
+// tests/emulator, which has its own definitions of these macros.
 #pragma once
 
 #if defined(FASTCSSL_EMULATOR)

@@ -1,5 +1,5 @@
-// fastcssl's operators, registered with torch's dispatcher through its stable ABI: one build serves every torch from
-// the version in TORCH_TARGET_VERSION on. Shapes and types are checked here; the kernels take plain pointers.
+// Registers fastcssl's operators with torch's dispatcher through its stable ABI: one build works with every torch from
+// TORCH_TARGET_VERSION on. This file checks shapes and types; the kernels take plain pointers.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -96,7 +96,7 @@ Tensor photometric_cpu(Tensor crops, Tensor columns, std::vector<double> mean, s
   const auto* parameters = static_cast<const float*>(request.columns.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const std::size_t image_bytes = num_values * out.element_size();
-  // A sample costs five times another, so threads fetch the next one rather than take equal parts.
+  // Some samples cost five times as much as others, so each thread fetches the next sample when it is free.
   std::atomic<int> next{0};
   const int workers = std::min<int>(torch::stable::get_num_threads(), request.num_images);
   torch::stable::parallel_for(0, workers, 1, [&](std::int64_t, std::int64_t) {
@@ -120,7 +120,7 @@ Tensor photometric_cuda(Tensor crops, Tensor columns, std::vector<double> mean, 
   if (out.numel() == 0) return out;
   const std::size_t bytes =
       fastcssl::views::photometric_cuda_workspace_bytes(request.num_images, request.height, request.width);
-  // Freed when this returns: the caching allocator hands it on to later work of the same stream only.
+  // Freed when this function returns. The caching allocator reuses it only for later work of the same stream.
   const std::vector<std::int64_t> workspace_size{static_cast<std::int64_t>(bytes)};
   Tensor workspace = torch::stable::empty(workspace_size, ScalarType::Byte, std::nullopt, request.crops.device());
   const auto stream = torch::stable::accelerator::getCurrentStream(crops.get_device_index());
@@ -133,7 +133,7 @@ Tensor photometric_cuda(Tensor crops, Tensor columns, std::vector<double> mean, 
 }
 #endif
 
-// Which instruction set the CPU uses. A name chooses one, for tests; "auto" takes the choice back; "" only asks.
+// Returns the instruction set that the CPU path uses. For tests, a name chooses one and "auto" undoes the choice.
 std::string photometric_isa(std::string choose) {
   if (choose == "auto") {
     fastcssl::views::photometric_force_isa(nullptr);

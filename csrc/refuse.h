@@ -1,4 +1,4 @@
-// What the operators tell a caller whose tensors do not fit.
+// Errors of the operators for tensors that do not fit.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -11,7 +11,7 @@
 namespace fastcssl {
 namespace {
 
-// What the user reads: the sentence alone, without the file and line that STD_TORCH_CHECK puts before it.
+// Throws an error with the sentence alone, without the file and line that STD_TORCH_CHECK puts before it.
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   std::ostringstream text;

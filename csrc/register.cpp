@@ -1,4 +1,4 @@
-// fastcssl.data._native: the Python face of the loader's engine and of what this build can do.
+// fastcssl.data._native: the Python interface of the loader's engine, and of the capabilities of this build.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -40,7 +40,7 @@ View view_from(int size_px, bool bicubic, bool antialias, bool stop_at_box, cons
   return view;
 }
 
-// Pointers are addresses of buffers that the caller keeps until wait() has returned; 0 means that none is wanted.
+// Pointers are addresses of buffers that the caller keeps until wait() has returned. 0 means that there is no buffer.
 std::shared_ptr<Job> submit(Engine& engine, const Array<std::int32_t>& shard_N, const Array<std::int64_t>& place_N,
                             const Array<std::int64_t>& bytes_N, const Array<std::int32_t>& width_N,
                             const Array<std::int32_t>& height_N, const Array<float>& box_VN4,

@@ -1,7 +1,7 @@
-"""Images on disk -> task-split, checksummed shards and a manifest. The command is `fastcssl-prep`.
+"""Turns images on disk into task-split, checksummed shards and a manifest. The command is `fastcssl-prep`.
 
-From Python (docs/python.md): `build_data`, `split_data`, `verify_data`, `draw_sheet`, `load_manifest`. Names are looked
-up when they are first used, so that importing this package costs nothing.
+The Python functions (docs/python.md) are `build_data`, `split_data`, `verify_data`, `draw_sheet` and `load_manifest`.
+Names are looked up when they are first used, so importing this package costs almost nothing.
 """
 
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ __all__ = [
     "verify_data",
 ]
 
-if not TYPE_CHECKING:  # a type checker reads the imports above, and so knows a misspelt name
+if not TYPE_CHECKING:  # type checkers read the imports above, so they can report a misspelt name
     _HOME = homes(
         {
             "api": ("build_data", "draw_sheet", "split_data", "verify_data"),

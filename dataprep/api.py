@@ -1,6 +1,7 @@
-"""What `fastcssl-prep` does, as functions: a verb of the command and what it works on. `dataprep` hands them on.
+"""The verbs of `fastcssl-prep` as Python functions, which `dataprep` exports.
 
-Nothing is printed unless a console is given. A user's mistake is a `PrepError` (in a manifest, a `ManifestError`).
+The functions print nothing unless a console is given. A user's mistake raises a `PrepError`; a faulty manifest raises a
+`ManifestError`, which is a `PrepError` too.
 """
 
 import os
@@ -44,15 +45,25 @@ def build_data(
     should_stop: Callable[[], bool] = lambda: False,
     announce: Callable[[BuildJob], None] = lambda _: None,
 ) -> BuildResult:
-    """Writes a data set as task-split shards with a manifest; called again, it goes on after the last whole shard.
+    """Writes a data set as task-split shards with a manifest, and returns the manifest with the build's timings.
 
-    source: KIND or KIND:WHERE, such as "synthetic" or "imagenet100:/data/imagenet". out: the folder to write.
-    scenario, num_tasks, seed: how samples become tasks; without a seed in the references' order.
-    formats: of "tar", "ffcv", "array"; by default array for one small size, else tar.
-    resize: "short:256", "max:500" (both only shrink), "square:96" or "none". quality: of JPEGs made anew, 1 to 100.
-    shard_mb: megabytes of a shard. num_workers: threads, by default one a core. check: decode every image in full, or
-    trust the "header" of what is not resized. max_corrupt: the share of images that may be.
-    should_stop: asked between images; when true, `Interrupted` is raised. announce: told the job before it begins.
+    Called again after an interruption, it continues after the last complete shard.
+
+    source: KIND or KIND:WHERE, such as "synthetic" or "imagenet100:/data/imagenet".
+    out: the folder to write.
+    scenario, num_tasks, seed: how samples become tasks. Without a seed, the order is the reference's.
+    formats: any of "tar", "ffcv" and "array". The default is "array" if all images share one small size, else "tar".
+    resize: "short:256", "max:500" (both only shrink images), "square:96" or "none".
+    quality: the quality of re-encoded JPEGs, 1 to 100.
+    shard_mb: the size limit of a shard in megabytes.
+    num_workers: the number of threads, by default one per core.
+    limit_per_class: at most this many images per class, in each split and domain.
+    check: "full" decodes every image; "header" checks only the header of images that are not resized.
+    max_corrupt: the share of images that may be corrupt before the build stops.
+    classes_file: a text file with the class folders to use, one per line.
+    domains: the domains to use, by default all.
+    should_stop: called between images; when it returns true, `Interrupted` is raised.
+    announce: called with the job before the job begins.
     """
     out = Path(out)
     opened = open_source(
@@ -81,7 +92,7 @@ def build_data(
 def split_data(
     where: Path | str, name: str, *, scenario: Kind, num_tasks: int | None = None, seed: int | None = None
 ) -> Manifest:
-    """Writes another manifest, WHERE/NAME.json, over the same shards: other scenario, number of tasks or order."""
+    """Writes and returns another manifest, WHERE/NAME.json, which splits the same shards into tasks differently."""
     path = manifest_path(Path(where))
     num_domains = len(load_manifest(path).domains)
     return resplit(path, _scenario(scenario, num_tasks, seed, num_domains=num_domains), name)
@@ -90,21 +101,23 @@ def split_data(
 def verify_data(
     where: Path | str, *, quick: bool = False, num_workers: int | None = None, console: Console | None = None
 ) -> Verification:
-    """Checks every checksum, count and image of a prepared folder; `quick`: sizes and counts alone.
+    """Checks every checksum, count and image of a prepared folder, or with `quick` only sizes and counts.
 
-    What is wrong is in the result's `problems`, a sentence each, and not raised. num_workers: threads.
+    Problems are not raised: the result's `problems` has one sentence for each. num_workers: the number of threads, by
+    default one per core.
     """
     return verify(Path(where), quick=quick, num_workers=_workers(num_workers), console=console or Console(quiet=True))
 
 
 def draw_sheet(where: Path | str, png: Path | str, *, views: str | None = None) -> Path:
-    """Draws a prepared folder's images, a row a task; or, given the name of a view policy, images beside their views.
+    """Draws images of a prepared folder, one row per task, and returns the path of the picture.
 
-    where: the folder, or one of its manifests. png: the file to write, which is returned.
+    where: the folder, or one of its manifests. png: the file to write. views: the name of a view policy; the sheet then
+    shows images beside their augmented views.
     """
     path, png = manifest_path(Path(where)), Path(png)
     if views is not None:
-        from fastcssl.data.view_sheet import view_sheet  # here: it needs torch, which nothing else of prep does
+        from fastcssl.data.view_sheet import view_sheet  # imported here because nothing else in dataprep needs torch
 
         sheet = view_sheet(path, views)
     else:
@@ -117,22 +130,22 @@ def draw_sheet(where: Path | str, png: Path | str, *, views: str | None = None) 
     return png
 
 
-# ---- What is asked for, checked --------------------------------------------------------------------------------------
+# ---- Checks of the arguments -----------------------------------------------------------------------------------------
 
 
 def _check_numbers(quality: int, shard_mb: int, max_corrupt: float, limit_per_class: int | None) -> None:
     if not 1 <= quality <= 100:
-        raise PrepError(f"--quality {quality} is outside 1 to 100. Use 90, or another number of these.")
+        raise PrepError(f"--quality {quality} is outside 1 to 100. Use a number in this range, such as 90.")
     if shard_mb < 1:
         raise PrepError(f"--shard-mb {shard_mb} is too small. Use at least 1.")
     if not 0 <= max_corrupt <= 1:
-        raise PrepError(f"--max-corrupt {max_corrupt:g} is a share of the images: use 0 to 1.")
+        raise PrepError(f"--max-corrupt {max_corrupt:g} is not a share of the images. Use 0 to 1.")
     if limit_per_class is not None and limit_per_class < 1:
-        raise PrepError(f"--limit-per-class {limit_per_class} leaves nothing. Use at least 1.")
+        raise PrepError(f"--limit-per-class {limit_per_class} leaves no images. Use at least 1.")
 
 
 def _refuse_out_inside_source(source: str, out: Path) -> None:
-    """Else the next start would list the shards as images of a new class."""
+    """Raises PrepError if `out` is inside the source, where the next build would list the shards as a new class."""
     where = source.partition(":")[2]
     root = Path(where).expanduser()
     if where and root.is_dir() and out.resolve().is_relative_to(root.resolve()):
@@ -165,5 +178,5 @@ def _formats(asked: Sequence[str] | None, source: Source, resize: Resize) -> tup
 
 def _workers(asked: int | None) -> int:
     if asked is not None and asked < 1:
-        raise PrepError(f"--workers {asked}: use at least one.")
+        raise PrepError(f"--workers {asked} is too small. Use at least 1.")
     return asked or len(os.sched_getaffinity(0))

@@ -1,8 +1,8 @@
-"""Builds a data set: samples are split into tasks, encoded in order, cut into parts, sealed one by one.
+"""Builds a data set: splits the samples into tasks, encodes them in order and writes them as parts.
 
-A part is a run of consecutive samples of one task and split. Every streamed format writes it as one shard, and it is
-sealed (synced, checksummed, renamed, journalled) before the next but one begins; so a build that is killed loses at
-most two parts and repeats them byte for byte.
+A part is a run of consecutive samples of one task and split. Every streamed format writes it as one shard. A part is
+sealed (synced, checksummed, renamed and recorded in the journal) in the background while the next one is written.
+Therefore a build that is killed loses at most two parts, and the next start writes them again byte for byte.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from dataprep.sources import Source
 from dataprep.splits import assemble, order_name
 from dataprep.writers import DerivedFormat, DerivedWriter, Format, StreamedFormat, formats
 
-_SHUFFLE_SEED = 1  # of the order inside a task, which is part of the format and no setting
+_SHUFFLE_SEED = 1  # seeds the order inside a task, which is part of the format and not a setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildJob:
-    """What a build is asked to do, all choices made."""
+    """Everything a build needs to know, with every default filled in."""
 
     source: Source
     scenario: Scenario
@@ -54,7 +54,7 @@ class BuildJob:
     num_workers: int = 1
 
     def identity(self) -> JobIdentity:
-        """Returns what may not differ between two starts into the same folder."""
+        """Returns the settings that may not change when the build is started again in the same folder."""
         return JobIdentity(
             source=self.source.kind,
             fingerprint=self.source.samples.fingerprint(),
@@ -72,7 +72,7 @@ class BuildJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildResult:
-    """What a build left, and what it took."""
+    """The manifest that a build wrote, and what each task cost."""
 
     manifest: Manifest
     seconds_by_task: tuple[float, ...]
@@ -82,7 +82,11 @@ class BuildResult:
 
 
 def build(job: BuildJob, console: Console, should_stop: Callable[[], bool] = lambda: False) -> BuildResult:
-    """`should_stop` is asked between samples; an exception out of a signal handler could strike in any lock."""
+    """Runs or resumes a build and returns its result.
+
+    `should_stop` is called between samples. (An exception raised in a signal handler could interrupt the code anywhere,
+    even while it holds a lock.)
+    """
     known = formats()
     chosen = [known[name] for name in job.formats]
     for format in chosen:
@@ -179,7 +183,7 @@ class _Builder:
         )
 
     def _rows(self, task: int, name: SplitName) -> npt.NDArray[np.int64]:
-        """The samples of a task and split in the order in which they are stored."""
+        """Returns the samples of a task and split in the order in which they are stored."""
         samples = self.job.source.samples
         rows = np.flatnonzero((self.plan.task_S == task) & (samples.is_val_S == (name == "val")))
         return rows[randperm(len(rows), _SHUFFLE_SEED)]
@@ -192,7 +196,7 @@ class _Builder:
         return None
 
     def _stream(self, task: int, name: SplitName) -> None:
-        """Encodes what is not sealed yet, part after part."""
+        """Encodes and writes the samples that are not sealed yet, part by part."""
         sealed = self.journal.of(task, name)
         rows = self._rows(task, name)[sum(part.num_consumed for part in sealed) :]
         number = len(sealed)
@@ -253,7 +257,7 @@ class _Builder:
         self.size = self.size or size
         if size != self.size:
             raise PrepError(
-                f"{encoded.sample.key} is {size[0]} x {size[1]} pixels where others are {self.size[0]} x "
+                f"{encoded.sample.key} is {size[0]} x {size[1]} pixels, but other images are {self.size[0]} x "
                 f"{self.size[1]}, and the array format stores images of one size. "
                 "Use --resize square:N, or --formats tar."
             )
@@ -262,13 +266,13 @@ class _Builder:
         self.num_corrupt += 1
         if self.num_corrupt > self.max_corrupt:
             raise PrepError(
-                f"{self.num_corrupt} corrupt images, the last one {encoded.sample.key} ({encoded.fault}), are more "
-                f"than the {self.max_corrupt} that --max-corrupt {self.job.max_corrupt:g} allows. "
+                f"{self.num_corrupt} corrupt images were found, the last one {encoded.sample.key} ({encoded.fault}); "
+                f"--max-corrupt {self.job.max_corrupt:g} allows {self.max_corrupt}. "
                 "Repair or remove them, or raise --max-corrupt, and run the same command again."
             )
 
     def _seal(self, part: Part) -> None:
-        """In the background, so that encoding goes on; at most one part is on its way."""
+        """Seals a part in the background while encoding continues. At most one part is being sealed at a time."""
         self._await_seal()
         self.sealing = self.sealer.submit(self._seal_now, part)
 

@@ -29,53 +29,58 @@ _WHICH, _HOW = "which images", "how they are stored"
 
 
 _ScenarioFlag = Annotated[Kind, Flag("how samples become tasks: class, data, domain or joint", "KIND")]
-_TasksFlag = Annotated[int | None, Flag("how many; domain and joint know it themselves", "T")]
-_SeedFlag = Annotated[int | None, Flag("draw the order from it, in place of CaSSLe's", "S")]
-_OrderFlag = Annotated[Literal["reference"] | None, Flag("CaSSLe's, as without --seed", "reference")]
+_TasksFlag = Annotated[int | None, Flag("number of tasks; not needed for domain and joint", "T")]
+_SeedFlag = Annotated[int | None, Flag("seed of a random order, instead of CaSSLe's order", "S")]
+_OrderFlag = Annotated[Literal["reference"] | None, Flag("use CaSSLe's order, which is the default", "reference")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """Writes a data set as task-split shards. The same command goes on after an interruption."""
+    """Writes a data set as task-split shards. After an interruption, the same command continues."""
 
     source: Annotated[
         str,
         tyro.conf.Positional,
         Flag(
             "imagenet:ROOT, imagenet100:ROOT, domainnet:ROOT, cifar10:ROOT, cifar100:ROOT, stl10:ROOT; folder:ROOT for "
-            "any images; or synthetic, drawn here, with settings such as synthetic:size=64,train=40 (size 32 to 256 or "
-            "mixed; classes 20, 30, 60 or 100; train, val, seed; format pixels or jpeg)",
+            "any images; or synthetic for images that are drawn on the fly, with settings such as "
+            "synthetic:size=64,train=40 (size 32 to 256 or mixed; classes 20, 30, 60 or 100; train, val, seed; format "
+            "pixels or jpeg)",
             "SOURCE",
         ),
     ]
-    out: Annotated[Path, Flag("the folder to write, empty or begun by the same command", "DIR")]
+    out: Annotated[Path, Flag("the folder to write: empty, or started by the same command", "DIR")]
     scenario: _ScenarioFlag
     tasks: _TasksFlag = None
     seed: _SeedFlag = None
     order: _OrderFlag = None
-    classes: Annotated[Path | None, Flag("a text file of the class folders to use, one a line", "FILE", _WHICH)] = None
-    domains: Annotated[str | None, Flag("some of the domains, with commas", "LIST", _WHICH)] = None
-    limit_per_class: Annotated[int | None, Flag("at most so many, for each split and domain", "N", _WHICH)] = None
+    classes: Annotated[Path | None, Flag("a text file of the class folders to use, one per line", "FILE", _WHICH)] = (
+        None
+    )
+    domains: Annotated[str | None, Flag("the domains to use, separated by commas", "LIST", _WHICH)] = None
+    limit_per_class: Annotated[
+        int | None, Flag("at most N images per class, in each split and domain", "N", _WHICH)
+    ] = None
     formats: Annotated[
         str | None,
-        Flag("tar, ffcv, array, several with commas; by default array for one small size, else tar", "LIST", _HOW),
+        Flag("tar, ffcv, array, separated by commas; by default array for one small size, else tar", "LIST", _HOW),
     ] = None
-    resize: Annotated[str, Flag("or max:500 (both only shrink), square:96, none", group=_HOW)] = "short:256"
-    quality: Annotated[int, Flag("of JPEGs made anew; those that need no resize stay as they are", group=_HOW)] = 90
-    shard_mb: Annotated[int, Flag("megabytes of a shard", group=_HOW)] = 256
+    resize: Annotated[str, Flag("or max:500 (both only shrink images), square:96, none", group=_HOW)] = "short:256"
+    quality: Annotated[int, Flag("quality of re-encoded JPEGs; others are copied unchanged", group=_HOW)] = 90
+    shard_mb: Annotated[int, Flag("size limit of a shard in megabytes", group=_HOW)] = 256
     check: Annotated[
         Literal["full", "header"],
-        Flag("decodes every image; header trusts those that are not resized", group=_HOW),
+        Flag("decode every image; header: only read the headers of images that are not resized", group=_HOW),
     ] = "full"
-    max_corrupt: Annotated[float, Flag("share of images that may be (one at least) before it stops", group=_HOW)] = (
-        0.001
-    )
-    workers: Annotated[int | None, Flag("threads; by default one a core", "N", _HOW)] = None
+    max_corrupt: Annotated[
+        float, Flag("stop when more than this share of images is corrupt (one is always allowed, unless 0)", group=_HOW)
+    ] = 0.001
+    workers: Annotated[int | None, Flag("number of threads; by default one per core", "N", _HOW)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resplit:
-    """Writes another manifest over the same shards, in seconds: other scenario, number of tasks or order."""
+    """Writes another manifest over the same shards, with another scenario, number of tasks or order. Takes seconds."""
 
     dir: Annotated[Path, tyro.conf.Positional, Flag("a prepared folder", "DIR")]
     name: Annotated[str, Flag("the new manifest is DIR/NAME.json", "NAME")]
@@ -87,11 +92,11 @@ class Resplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Checks every checksum, count and image. Status 0: all is whole; 1: something is not."""
+    """Checks every checksum, count and image. The exit status is 0 if everything is intact and 1 if not."""
 
     dir: Annotated[Path, tyro.conf.Positional, Flag("a prepared folder, or one of its manifests", "DIR")]
-    quick: Annotated[bool, Flag("sizes and counts alone")] = False
-    workers: Annotated[int | None, Flag("threads; by default one a core", "N")] = None
+    quick: Annotated[bool, Flag("check only sizes and counts")] = False
+    workers: Annotated[int | None, Flag("number of threads; by default one per core", "N")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +104,9 @@ class Inspect:
     """Shows what a prepared folder holds."""
 
     dir: Annotated[Path, tyro.conf.Positional, Flag("a prepared folder, or one of its manifests", "DIR")]
-    sheet: Annotated[Path | None, Flag("draw its images, a row a task", "PNG")] = None
+    sheet: Annotated[Path | None, Flag("draw its images on a sheet, one row per task", "PNG")] = None
     views: Annotated[
-        str | None, Flag("draw images beside their augmented views, such as pnr-moco-imagenet", "POLICY")
+        str | None, Flag("draw images beside their views under a policy, such as pnr-moco-imagenet", "POLICY")
     ] = None
 
 
@@ -116,7 +121,7 @@ Command = (
 _PAGES = {
     "": help.menu(
         f"{PROG} VERB ...; {PROG} VERB --help shows its flags",
-        "Images on disk become task-split, checksummed shards.",
+        "Turns images on disk into task-split, checksummed shards.",
         {"build": Build, "split": Resplit, "verify": Verify, "inspect": Inspect},
     ),
     "build": help.page(
@@ -143,6 +148,7 @@ _PAGES = {
 
 
 def main(args: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
     console, errors = Console(soft_wrap=not sys.stdout.isatty()), Console(stderr=True, soft_wrap=True)
     args = sys.argv[1:] if args is None else args
     if help.is_asked(args):
@@ -165,7 +171,7 @@ def main(args: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Interrupted:
-        errors.print("Interrupted. Whole shards are kept: run the same command again to go on.")
+        errors.print("Interrupted. Complete shards are kept: run the same command again to continue.")
         return 130
 
 
@@ -174,7 +180,7 @@ def _build(command: Build, console: Console) -> int:
     begun: list[tuple[BuildJob, Callable[[], bool]]] = []
 
     def announce(job: BuildJob) -> None:
-        begun.append((job, stack.enter_context(_stop_on_signal())))  # until now Ctrl-C ended it at once
+        begun.append((job, stack.enter_context(_stop_on_signal())))  # until here, Ctrl-C stops the command immediately
         samples, classes = job.source.samples, job.source.classes
         num_val = int(samples.is_val_S.sum())
         console.print(
@@ -213,7 +219,7 @@ def _build(command: Build, console: Console) -> int:
 
 @contextmanager
 def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks the work to stop; the second acts as usual."""
+    """Yields a function that returns whether a Ctrl-C or SIGTERM has arrived. The second signal acts as usual."""
     asked = False
 
     def ask(*_: object) -> None:
@@ -240,7 +246,7 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
         console.print(task_table(manifest, table))
         return
     if result.num_resumed:
-        console.print(f"Went on after {result.num_resumed:,} images that were already there.", highlight=False)
+        console.print(f"Resumed after {result.num_resumed:,} images that were already stored.", highlight=False)
     console.print(description(manifest), highlight=False)
     console.print(
         task_table(
@@ -257,7 +263,9 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
             f"... and {len(manifest.quarantine) - _MAX_LISTED} more, listed in the manifest.", highlight=False
         )
     if manifest.encoding.num_warnings:
-        console.print(f"{manifest.encoding.num_warnings:,} images decoded with harmless warnings.", highlight=False)
+        console.print(
+            f"{manifest.encoding.num_warnings:,} images gave harmless warnings when decoded.", highlight=False
+        )
     total = sum(shard.bytes for shard in manifest.shards)
     console.print(
         f"{len(manifest.shards)} shards, {human_bytes(total)}. Manifest: {job.out / 'manifest.json'}", highlight=False
@@ -280,8 +288,9 @@ def _verify(command: Verify, console: Console) -> int:
         console.print(f"[red]problem:[/] {_literal(problem)}", highlight=False)
     what = "sizes and counts" if command.quick else f"checksums and {report.num_images:,} images"
     names = ", ".join(f"{name}.json" for name in report.manifests)
-    state = f"[bold red]{len(report.problems)} problems[/]" if report.problems else "[bold green]all whole[/]"
-    console.print(f"{state}: {report.num_files} files ({what}), {names}", highlight=False)
+    problems = f"[bold red]{len(report.problems)} problems[/]: {report.num_files} files checked"
+    result = problems if report.problems else f"[bold green]OK[/]: {report.num_files} files verified"
+    console.print(f"{result} ({what}), {names}", highlight=False)
     return 1 if report.problems else 0
 
 
@@ -294,7 +303,7 @@ def _inspect(command: Inspect, console: Console) -> int:
     if manifest.quarantine:
         console.print(f"{len(manifest.quarantine)} images are quarantined.", highlight=False)
     if command.views is not None and command.sheet is None:
-        raise PrepError("--views draws on a sheet: add --sheet out.png.")
+        raise PrepError("--views needs a sheet to draw on. Add --sheet out.png.")
     if command.sheet is not None:
         draw_sheet(path, command.sheet, views=command.views)
         console.print(f"Contact sheet: {command.sheet}", highlight=False)
@@ -302,7 +311,7 @@ def _inspect(command: Inspect, console: Console) -> int:
 
 
 def _literal(text: str) -> str:
-    """File names may hold what a terminal or rich would take for something else."""
+    """Returns a text, such as a file name, with everything escaped that rich or a terminal would interpret."""
     return escape(text.encode("utf-8", "backslashreplace").decode())
 
 

@@ -1,4 +1,4 @@
-"""What a prepared folder holds: a table of its tasks, and a contact sheet of its images."""
+"""Shows what a prepared folder holds: a table of its tasks, and a contact sheet of its images."""
 
 import io
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def task_table(
     seconds_by_task: Sequence[float] | None = None,
     quarantined_by_task: Sequence[int] | None = None,
 ) -> RichTable:
-    """A row a task. What only a build knows is added when given."""
+    """Returns a table with one row per task. Times and quarantined images, which only a build knows, are optional."""
     shown = RichTable(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, collapse_padding=True)
     shown.add_column("task", justify="right")
     shown.add_column("name", no_wrap=True)
@@ -73,7 +73,7 @@ def task_table(
 
 
 def description(manifest: Manifest) -> str:
-    """Two lines above the table."""
+    """Returns the two lines that are printed above the table."""
     encoding = manifest.encoding
     stored = f"{', '.join(manifest.formats)} · resize {encoding.resize}"
     if any(known.stores == "jpeg" for name, known in formats().items() if name in manifest.formats):
@@ -85,7 +85,7 @@ def description(manifest: Manifest) -> str:
 
 
 def contact_sheet(manifest: Manifest, table: Table, folder: Path, *, num_columns: int = 12) -> Image.Image:
-    """One row of training images a task, spread evenly over it."""
+    """Returns a picture with one row of training images per task, spread evenly over the task."""
     width = 2 * MARGIN_PX + num_columns * (TILE_PX + GAP_PX) - GAP_PX
     height = 2 * MARGIN_PX + len(manifest.tasks) * (TILE_PX + _CAPTION_PX)
     sheet = Image.new("RGB", (width, height), PAPER)
@@ -116,11 +116,12 @@ def read_sample(manifest: Manifest, row: np.void, folder: Path) -> Pixels:
 
 
 def _reading_order(format: Format) -> tuple[bool, bool]:
-    """Sorts pixels before JPEGs, which must be decoded, and what streams before what is derived from it."""
+    """Returns a sort key: pixels before JPEGs, which must be decoded, and streamed formats before derived ones."""
     return format.stores != "pixels", isinstance(format, DerivedFormat)
 
 
 def save_png(image: Image.Image, path: Path) -> None:
+    """Writes an image as a PNG file, whatever the suffix of `path`."""
     content = io.BytesIO()
     image.save(content, "PNG", optimize=True)
     path.write_bytes(content.getvalue())
@@ -132,7 +133,7 @@ def _rows(table: Table, manifest: Manifest, number: int, name: str) -> np.ndarra
 
 
 def spread_rows(table: Table, manifest: Manifest, number: int, count: int) -> list[int]:
-    """Rows from as many classes and domains as fit, in a fixed order."""
+    """Returns `count` rows of a task's training images, from as many classes and domains as fit, in a fixed order."""
     rows = _rows(table, manifest, number, "train")
     if not len(rows):
         raise ManifestError(f"Task {number} has no training images to draw.")
@@ -149,7 +150,7 @@ def spread_rows(table: Table, manifest: Manifest, number: int, count: int) -> li
 
 
 def tile(pixels: Pixels) -> Image.Image:
-    """The centre square; small images are enlarged without smoothing beyond recognition."""
+    """Returns the centre square at the size of a tile. Tiny images are enlarged without smoothing."""
     image = Image.fromarray(np.asarray(pixels))
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
@@ -158,7 +159,7 @@ def tile(pixels: Pixels) -> Image.Image:
 
 
 def _pixels(rows: Table) -> str:
-    """Stored sizes: one, or the range."""
+    """Returns the stored size as text, or the range of sides if the sizes differ."""
     if not len(rows):
         return "-"
     sides = np.concatenate([rows["width"], rows["height"]])

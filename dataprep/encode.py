@@ -1,7 +1,7 @@
-"""One image -> the bytes that are stored.
+"""Turns images into the bytes that are stored.
 
-JPEGs are read, checked, resized and re-encoded by native threads (dataprep._codec). Other formats are decoded by
-Pillow, whose decoders also release the interpreter lock, and then join the same native path.
+Native threads (dataprep._codec) read, check, resize and re-encode JPEGs. Pillow, whose decoders also release the
+interpreter lock, decodes other formats; the pixels then take the same native path.
 """
 
 import io
@@ -23,18 +23,19 @@ from dataprep.samples import Sample
 
 Pixels = npt.NDArray[np.uint8]
 Check = Literal["full", "header"]
-MAX_SIDE_PX = 65_535  # what FFCV's and the sample table's columns hold, and more than JPEG's own limit
+MAX_SIDE_PX = 65_535  # the limit of FFCV's and the sample table's 16-bit columns, and above that of JPEG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """`short` and `max` only ever shrink; `square` cuts the centre square and makes it exactly `size_px`."""
+    """How images are resized. `short` and `max` only shrink; `square` makes the centre square `size_px` wide."""
 
     fit: Literal["none", "short", "max", "square"] = "none"
     size_px: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Resize":
+        """Returns the value of the flag --resize."""
         if text == "none":
             return cls()
         match = re.fullmatch(r"(short|max|square):(\d+)", text)
@@ -48,6 +49,8 @@ class Resize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
+    """How images are resized, encoded and checked."""
+
     resize: Resize = Resize()
     quality: int = 90
     check: Check = "full"
@@ -55,7 +58,7 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Encoded:
-    """`fault` set: the image is damaged and holds nothing else."""
+    """An image as it is stored. A damaged image has a `fault` and no content."""
 
     sample: Sample
     width: int = 0
@@ -76,7 +79,7 @@ def encode_all(
     want_pixels: bool,
     num_threads: int,
 ) -> Iterator[Encoded]:
-    """Every sample, in order, with `num_threads` at work and a bounded number in flight."""
+    """Yields every sample encoded, in order. `num_threads` threads work on a bounded number of samples at a time."""
     native = _transcoder(encoding, want_jpeg=want_jpeg, want_pixels=want_pixels, num_threads=num_threads)
     submitted: deque[Sample] = deque()
     finished: deque[Future[Encoded]] = deque()
@@ -120,7 +123,7 @@ class ImageFault(Exception):
 
 
 def decode_with_pillow(file: bytes) -> Pixels:
-    """RGB as a person would see it: upright, 16-bit samples scaled, transparency over white, first frame."""
+    """Returns an image file as RGB: the first frame, upright, 16-bit values scaled, transparency over white."""
     try:
         with Image.open(io.BytesIO(file)) as opened:
             opened.load()
@@ -137,7 +140,7 @@ def decode_with_pillow(file: bytes) -> Pixels:
         raise ImageFault(str(error)) from None
     except UnidentifiedImageError:
         raise ImageFault("it is not an image of a known format") from None
-    # Pillow's plugins raise whatever their parsers stumble over.
+    # Pillow's plugins raise many kinds of errors on damaged files.
     except (OSError, ValueError, SyntaxError, IndexError, KeyError, TypeError, EOFError, MemoryError) as error:
         raise ImageFault(f"it cannot be decoded ({error})") from None
 

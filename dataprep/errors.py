@@ -1,4 +1,4 @@
-"""What a user's input or machine can cause: a sentence that names the thing and the remedy."""
+"""Errors that a user's input or machine can cause. Each is a sentence that names the thing and the remedy."""
 
 import errno
 from typing import ClassVar
@@ -8,16 +8,16 @@ _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class UserError(Exception):
-    """The base of every error that a user sees as a sentence, without a traceback; the command ends with status 2.
+    """The base of all errors that are shown as a sentence, without a traceback. The command then exits with status 2.
 
-    Its text names the thing, what was seen, and the remedy.
+    The text names the thing, what was seen, and the remedy.
     """
 
-    everywhere: ClassVar[bool] = False  # every rank says it, since it may be true of one rank alone
+    everywhere: ClassVar[bool] = False  # true: every rank prints it, because it may concern a single rank
 
 
 class PrepError(UserError):
-    """Something about the images, or about the folder to write."""
+    """Something is wrong with the images, or with the folder to write."""
 
 
 class Interrupted(Exception):
@@ -25,15 +25,17 @@ class Interrupted(Exception):
 
 
 def output_error(out: object, error: OSError) -> PrepError:
-    """What an operating-system error while writing below `out` means to the user."""
+    """Returns the error to show the user when the operating system fails to write below `out`."""
     if error.errno in _NO_SPACE:
         return PrepError(
-            f"The disk of {out} is full ({error.strerror}). Whole shards are kept: free some space and run the "
-            "same command again to go on."
+            f"The disk of {out} is full ({error.strerror}). Complete shards are kept. Free some space and run "
+            "the same command again to continue."
         )
     if error.errno in _NO_PERMISSION:
         return PrepError(
-            f"Cannot write into {out} ({error.strerror}). Choose a folder you may write to with --out, "
+            f"Cannot write into {out} ({error.strerror}). Choose a folder that you may write to with --out, "
             "or change its permissions."
         )
-    return PrepError(f"Writing into {out} failed: {error}. Check the path and the disk, then run the same command.")
+    return PrepError(
+        f"Writing into {out} failed: {error}. Check the path and the disk, then run the same command again."
+    )

@@ -1,6 +1,6 @@
-"""How a command's --help looks: usage, what it does, its flags in groups with the values they have, examples.
+"""Formats the --help page of a command: usage, purpose, flags in groups with their default values, examples.
 
-tyro reads the command line. The page is ours, so that it is short, and the same for every command.
+tyro parses the command line. The page is our own, so that it is short and has the same form for every command.
 """
 
 import dataclasses
@@ -20,24 +20,28 @@ from rich.text import Text
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """What the page says of a field of a command's options. It stands in the field's Annotated."""
+    """The help text of one option. It is an item of the field's `Annotated`."""
 
     about: str
-    metavar: str = ""  # in place of the value where there is none by default
-    group: str = ""  # the heading that it stands under
+    metavar: str = ""  # shown instead of the default value if there is none
+    group: str = ""  # the heading under which the flag is listed
 
 
 def is_asked(args: Sequence[str]) -> bool:
+    """Returns whether the arguments ask for help."""
     return any(arg in ("-h", "--help") for arg in args)
 
 
 def page(options: type, usage: str, examples: Sequence[str] = ()) -> RenderableType:
-    """`options`: a dataclass whose fields have a Flag each, and whose docstring says what the command does."""
+    """Returns the help page of a command.
+
+    `options` is a dataclass. Each of its fields has a Flag, and its docstring says what the command does.
+    """
     return _page(usage, _about(options), list(_rows(options)), examples)
 
 
 def menu(usage: str, about: str, verbs: Mapping[str, type]) -> RenderableType:
-    """Of a command with several verbs, each with its own options."""
+    """Returns the help page of a command that has several verbs, each with its own options."""
     return _page(usage, about, [(Text(verb, "cyan"), Flag(_about(options))) for verb, options in verbs.items()])
 
 
@@ -55,7 +59,7 @@ def _page(usage: str, about: str, rows: Sequence[tuple[Text, Flag]], examples: S
 
 
 def grid() -> Table:
-    """Of flags, and what they are for."""
+    """Returns an empty table with two columns: flags and their descriptions."""
     found = Table.grid(padding=(0, 2))
     found.add_column(no_wrap=True)
     found.add_column(overflow="fold")
@@ -63,7 +67,7 @@ def grid() -> Table:
 
 
 def _about(options: type) -> str:
-    """Its docstring, paragraphs in one line each."""
+    """Returns the docstring of a class, with one line per paragraph."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(options) or "")
 
 
@@ -76,7 +80,7 @@ def _rows(options: type) -> Iterator[tuple[Text, Flag]]:
             yield Text(flag.metavar, "cyan"), flag
             continue
         name, value = field.name.replace("_", "-"), _shown(field.default)
-        if isinstance(field.default, bool):  # a switch, named by what it does
+        if isinstance(field.default, bool):  # a switch is named after its effect
             name, value = f"no-{name}" if field.default else name, ""
         yield Text.assemble((f"--{name}", "cyan"), f" {value or flag.metavar}"), flag
 

@@ -1,9 +1,9 @@
-"""What a build has finished, so that the next start goes on after it.
+"""Records what a build has finished, so that the next start continues from there.
 
-DIR/.build/job.json     what is being built; another job in the same folder is refused with the difference named
-DIR/.build/journal      one JSON line a sealed part, appended after its files are whole and synced
+DIR/.build/job.json     what is being built; a different job in the same folder is refused, naming the differences
+DIR/.build/journal      one JSON line per sealed part, appended after its files are complete and synced
 DIR/.build/rows/        the sample-table rows of every part
-DIR/.build/spool/       tar parts that only serve to make a derived format
+DIR/.build/spool/       temporary tar parts from which a derived format is made
 """
 
 import fcntl
@@ -22,11 +22,13 @@ from dataprep.errors import PrepError
 from dataprep.manifest import SplitName, write_atomically
 
 FOLDER = ".build"
-_DERIVED = -1  # stands for a derived file where a line of the journal has the number of a part
+_DERIVED = -1  # the part number that marks a derived file in a line of the journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFile:
+    """A complete file of a sealed part."""
+
     path: str  # relative to the output folder
     format: str
     bytes: int
@@ -41,8 +43,8 @@ class SealedPart:
 
     task: int
     split: SplitName
-    number: int | None  # of the part, from 0 in its task and split; None: a derived file
-    num_consumed: int  # samples, quarantined ones included
+    number: int | None  # counts the parts of a task and split from 0; None for a derived file
+    num_consumed: int  # samples, including quarantined ones
     num_passed_through: int
     num_warnings: int
     seconds: float
@@ -55,11 +57,11 @@ class SealedPart:
 
     @property
     def order(self) -> tuple[int, str, int]:
-        """Returns what sorts parts as the manifest lists them: a derived file before the parts it was made from."""
+        """Returns the sort key of the manifest's order: a derived file comes before the parts it was made from."""
         return self.task, self.split, _DERIVED if self.number is None else self.number
 
     def to_line(self) -> bytes:
-        """Returns the journal's line of this part."""
+        """Returns this part as a line of the journal."""
         content = {"part" if key == "number" else key: value for key, value in asdict(self).items()}
         if self.number is None:
             content["part"] = _DERIVED
@@ -75,7 +77,7 @@ class SealedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """What may not differ between two starts into the same folder."""
+    """The settings that may not change when a build is started again in the same folder."""
 
     source: str
     fingerprint: str
@@ -90,7 +92,7 @@ class JobIdentity:
     limit_per_class: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the values under the names that a user knows them by, as job.json and messages have them."""
+        """Returns the values under the names that users know, for job.json and for messages."""
         return {
             "source": self.source,
             "source fingerprint": self.fingerprint,
@@ -107,26 +109,26 @@ class JobIdentity:
 
 
 def part_name(task: int, split: SplitName, number: int | None) -> str:
-    """Returns a part's path without its suffix; `number` None: of a file over all parts of the task and split."""
+    """Returns a part's path without its suffix. `number` is None for a file over all parts of the task and split."""
     return f"task-{task:02d}/{split}" + ("" if number is None else f"-{number:05d}")
 
 
 class Journal:
-    """Holds the folder's lock while open."""
+    """The record of the sealed parts. It holds the folder's lock while it is open."""
 
     def __init__(self, out: Path, job: JobIdentity) -> None:
         self.out = out
         self.folder = out / FOLDER
         self.parts: list[SealedPart] = []
         out.mkdir(parents=True, exist_ok=True)
-        # A record lock: it ends with this process, however it ends, and children do not inherit it.
+        # A record lock ends with this process, even if it is killed, and child processes do not inherit it.
         self._lock = (out / ".lock").open("a+")
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
             raise PrepError(
-                f"Another fastcssl-prep is writing into {out}. Wait for it, or choose another --out."
+                f"Another fastcssl-prep is writing into {out}. Wait until it ends, or choose another --out."
             ) from None
         try:
             self._open(job)
@@ -151,7 +153,7 @@ class Journal:
             except ValueError:
                 content = None
             if content is None:
-                break  # cut off while it was written: that part is made again
+                break  # the line was cut off while it was written: that part is written again
             part = SealedPart.from_content(content)
             if not all(self._is_there(file) for file in part.files):
                 break
@@ -184,14 +186,14 @@ class Journal:
                     path.unlink()
 
     def seal(self, part: SealedPart) -> None:
-        """Appends a part whose files are whole: from here on it counts."""
+        """Appends a part whose files are complete. From then on the next start skips it."""
         self._file.write(part.to_line())
         self._file.flush()
         os.fsync(self._file.fileno())
         self.parts.append(part)
 
     def rows_path(self, task: int, split: SplitName, number: int | None) -> Path:
-        """Returns where the sample-table rows of a part are."""
+        """Returns the path of the sample-table rows of a part."""
         return self.folder / "rows" / (part_name(task, split, number).replace("/", "-") + ".npy")
 
     def of(self, task: int, split: SplitName) -> list[SealedPart]:
@@ -206,15 +208,16 @@ class Journal:
         return rows
 
     def derived(self, task: int, split: SplitName, format: str) -> SealedFile | None:
+        """Returns the derived file of a task and split, or None if it is not sealed yet."""
         for part in self.parts:
             if part.is_derived and (part.task, part.split, part.files[0].format) == (task, split, format):
                 return part.files[0]
         return None
 
     def remove(self) -> None:
-        """The manifest stands: the journal has served."""
+        """Removes the journal, which is not needed after the manifest is written."""
         self._file.close()
-        self._path.unlink()  # first: a kill from here on leaves a finished folder
+        self._path.unlink()  # removed first: a build killed after this line leaves a finished folder
         shutil.rmtree(self.folder)
 
     def __enter__(self) -> "Journal":
@@ -228,7 +231,7 @@ class Journal:
 
 
 def refuse_other_job(out: Path, there: dict[str, Any], job: JobIdentity) -> None:
-    """Raises PrepError, with every difference named, when `there` is not the identity of `job`."""
+    """Raises PrepError, naming every difference, if `there` is not the identity of `job`."""
     asked = job.to_json()
     differences = [
         f"{key} is {there.get(key)!r} there and {asked.get(key)!r} now"
@@ -237,8 +240,8 @@ def refuse_other_job(out: Path, there: dict[str, Any], job: JobIdentity) -> None
     ]
     if differences:
         raise PrepError(
-            f"{out} was begun with another configuration: {'; '.join(differences)}. "
-            "Use the same configuration to go on, or another --out."
+            f"{out} was started with another configuration: {'; '.join(differences)}. "
+            "Use the same configuration to continue, or another --out."
         )
 
 

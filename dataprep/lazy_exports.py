@@ -1,4 +1,4 @@
-"""A package's public names, looked up when they are first used: importing the package costs nothing."""
+"""Looks up a package's public names when they are first used, so that importing the package costs almost nothing."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def homes(by_module: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Of {"api": ("build_data", ...)}: the module of each name."""
+    """Returns the module of each name, given the names of each module: {"api": ("build_data", ...)}."""
     return {name: module for module, names in by_module.items() for name in names}
 
 
 def on_demand(package: dict[str, Any], home: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The package's `__getattr__` and `__dir__`. `package` is its globals()."""
+    """Returns the package's `__getattr__` and `__dir__`. `package` is the package's globals()."""
     own = package["__name__"]
 
     def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""The one contract between preparing and training: what exists, in which order, with which checksums.
+"""The manifest: the contract between preparing and training. It lists the files, their order and their checksums.
 
-One JSON file beside the shards, written last and atomically: its presence means that the data set is complete. Several
-manifests may stand over the same shards, each a different split of them into tasks. Standard library only, and nothing
-in it is ever executed.
+A manifest is a JSON file beside the shards. It is written last and atomically, so its presence means that the data set
+is complete. Several manifests may describe the same shards, each with a different split into tasks. This module needs
+only the standard library, and nothing in a manifest is ever executed.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ SPLITS: tuple[SplitName, ...] = ("train", "val")
 
 
 class ManifestError(PrepError):
-    """A sentence: which file, what is wrong with it, what to do."""
+    """A faulty manifest or prepared file. The text names the file, what is wrong with it and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +50,21 @@ class ShardEntry(FileEntry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSplit:
+    """The training or validation samples of a task."""
+
     count: int
     ids: str  # sorted sample ids as ranges, such as "0-499,612"
-    shards: dict[str, list[int]]  # for each format, which of the manifest's shards hold them
+    shards: dict[str, list[int]]  # for each format, the numbers of the manifest's shards that hold them
 
     def iter_ids(self) -> Iterable[int]:
+        """Yields the sample ids in rising order."""
         return parse_ids(self.ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEntry:
+    """A task of the manifest. Classes and domains are indices into the manifest's lists."""
+
     name: str
     classes: list[int]
     domains: list[int]
@@ -72,6 +77,8 @@ class TaskEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioEntry:
+    """How the samples were split into tasks."""
+
     kind: str
     num_tasks: int
     order: str  # "reference", or "seed S"
@@ -79,6 +86,8 @@ class ScenarioEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
+    """The data set that was prepared."""
+
     kind: str
     fingerprint: str
     num_train: int
@@ -87,6 +96,8 @@ class SourceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingEntry:
+    """How the images were encoded, and how many were passed through unchanged or gave warnings."""
+
     resize: str
     quality: int
     check: str
@@ -98,6 +109,8 @@ class EncodingEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineEntry:
+    """An image that could not be decoded and is not stored."""
+
     id: int
     path: str  # in the source
     reason: str
@@ -105,7 +118,7 @@ class QuarantineEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a prepared folder holds, task by task, in which files with which checksums."""
+    """The contents of a prepared folder: its tasks, its files and their checksums."""
 
     schema: int
     name: str
@@ -116,13 +129,13 @@ class Manifest:
     domains: list[str]
     formats: list[str]
     samples: FileEntry  # the sample table, see dataprep.table
-    keys: FileEntry  # the source's name of every sample, one a line, in the table's order
+    keys: FileEntry  # the source's name of every sample, one per line, in the table's order
     shards: list[ShardEntry]
     tasks: list[TaskEntry]
     quarantine: list[QuarantineEntry]
 
     def files(self) -> list[FileEntry]:
-        """Everything that must be there besides the manifest."""
+        """Returns all files that belong to the manifest."""
         found = [self.samples, self.keys]
         for shard in self.shards:
             found.append(shard)
@@ -131,6 +144,7 @@ class Manifest:
         return found
 
     def save(self, folder: Path) -> Path:
+        """Writes the manifest into a folder and returns its path."""
         path = folder / f"{self.name}.json"
         text = json.dumps(asdict(self), indent=1)  # in ASCII: a file name need not be valid Unicode
         write_atomically(path, text.encode())
@@ -138,7 +152,7 @@ class Manifest:
 
 
 def manifest_path(where: Path) -> Path:
-    """A manifest from its own path, or a folder's default one."""
+    """Returns the path of a manifest, given that path or a prepared folder."""
     if where.is_dir():
         path = where / f"{DEFAULT_NAME}.json"
         if not path.is_file():
@@ -155,7 +169,10 @@ def manifest_path(where: Path) -> Path:
 
 
 def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
-    """Refuses what is not whole: an unknown version, a missing or short file, a path that leaves the folder."""
+    """Reads a manifest and returns it.
+
+    Raises ManifestError if the version is unknown, a file is missing or has another size, or a path leaves the folder.
+    """
     path = manifest_path(where)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -206,7 +223,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
-    """`value` from JSON as `kind`, every field present, known and of its declared type."""
+    """Returns a value read from JSON as `kind`. Every field must be present, known and of its declared type."""
     if kind is Any:
         return value
     if hasattr(kind, "__dataclass_fields__"):
@@ -228,10 +245,11 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         return None if value is None else typed(args[0], value, where)
     if isinstance(kind, type) and origin is None and isinstance(value, kind) and not (kind is int and value is True):
         return value
-    raise ManifestError(f"{where}: {value!r:.60} is not what belongs there.")
+    raise ManifestError(f"{where}: {value!r:.60} is not a valid value.")
 
 
 def format_ids(sorted_ids: Iterable[int]) -> str:
+    """Returns sorted ids as ranges, such as "0-499,612"."""
     ranges: list[list[int]] = []
     for i in sorted_ids:
         if ranges and ranges[-1][1] == i - 1:
@@ -242,6 +260,7 @@ def format_ids(sorted_ids: Iterable[int]) -> str:
 
 
 def parse_ids(text: str) -> Iterable[int]:
+    """Yields the ids of a text that `format_ids` wrote."""
     for first, last in _parse_ranges(text):
         yield from range(first, last + 1)
 
@@ -265,11 +284,12 @@ def sha256_of(path: Path) -> str:
 
 
 def entry_of(path: Path, folder: Path) -> FileEntry:
+    """Returns the entry of a file below `folder`, with its size and checksum."""
     return FileEntry(path=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=sha256_of(path))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """After a crash the file is either the old one or the whole new one."""
+    """Writes a file so that after a crash it has either its old or its complete new content."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
         file.write(content)
@@ -280,6 +300,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
+    """Makes renames inside a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

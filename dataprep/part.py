@@ -1,4 +1,4 @@
-"""One part: a run of samples written by every streamed format at once, then sealed."""
+"""A part: a run of samples that all streamed formats write side by side, and that is then sealed."""
 
 import contextlib
 import os
@@ -22,6 +22,8 @@ _UNFINISHED = ".part"
 
 
 class Part:
+    """A part that is being written."""
+
     def __init__(
         self,
         task: int,
@@ -45,18 +47,19 @@ class Part:
             self._writers[format] = format.open(path.with_name(path.name + _UNFINISHED))
 
     def overflows(self, encoded: Encoded) -> bool:
-        """Whether a new part must begin before this sample."""
+        """Returns whether a new part must begin before this sample."""
         largest = max(writer.size_with(encoded) for writer in self._writers.values())
         if largest <= self._limit_bytes:
             return False
         if not self._rows:
             raise PrepError(
-                f"{encoded.sample.key} needs {human_bytes(largest)}, more than a whole shard of "
+                f"{encoded.sample.key} needs {human_bytes(largest)}, more than a whole shard, which may have "
                 f"{human_bytes(self._limit_bytes)}. Raise --shard-mb, or shrink images with --resize."
             )
         return True
 
     def add(self, encoded: Encoded) -> None:
+        """Writes a sample in every format."""
         sample = encoded.sample
         places = [number for writer in self._writers.values() for number in (-1, *writer.add(encoded))]
         self._rows.append(
@@ -66,10 +69,11 @@ class Part:
         self._num_warnings += encoded.num_warnings > 0
 
     def quarantine(self, encoded: Encoded) -> None:
+        """Records a damaged sample, which is not written."""
         self._quarantine.append(QuarantineEntry(id=encoded.sample.id, path=encoded.sample.key, reason=encoded.fault))
 
     def seal(self, out: Path, rows_path: Path) -> SealedPart:
-        """Files whole and in their places; the caller journals the result, which is what makes them count."""
+        """Completes the files and moves them to their final names. They count once the caller journals the result."""
         files = [self._seal_file(format, path, out) for format, path in self._targets.items()] if self._rows else []
         if not self._rows:
             self.abandon()
@@ -108,8 +112,9 @@ class Part:
         )
 
     def abandon(self) -> None:
+        """Closes and removes the unfinished files."""
         for format, writer in self._writers.items():
-            with contextlib.suppress(OSError):  # closing flushes, and the disk that was full still is
+            with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
                 writer.abandon()
             path = self._targets[format]
             path.with_name(path.name + _UNFINISHED).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How far the work is: a live bar on a terminal, a plain line every few seconds elsewhere."""
+"""Shows progress: a live bar on a terminal, a plain line every few seconds elsewhere."""
 
 import time
 from types import TracebackType
@@ -12,6 +12,7 @@ _LINE_SECONDS = 5.0
 
 
 def human_bytes(count: float) -> str:
+    """Returns a number of bytes as text, such as "1.5 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -20,6 +21,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
+    """Returns a duration as text, such as "2m 05s"."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -41,7 +43,7 @@ class _Live(Protocol):
 
 
 class OnTerminal:
-    """Draws from the beginning of a block to its end, however it ends. `_live` is None where there is no terminal."""
+    """Draws while a `with` block runs, and stops however the block ends. `_live` is None if there is no terminal."""
 
     _live: _Live | None
 
@@ -58,7 +60,7 @@ class OnTerminal:
 
 
 class ImageMeter(OnTerminal):
-    """Counts images and bytes over the whole job and shows them under a changing label."""
+    """Counts the images and bytes of a job and shows them under a changing label."""
 
     def __init__(self, console: Console, total: int, *, resumed: int = 0, resumed_bytes: int = 0) -> None:
         self._console = console
@@ -83,6 +85,7 @@ class ImageMeter(OnTerminal):
             self._id = self._live.add_task("", total=total, completed=resumed, num_bytes=resumed_bytes)
 
     def label(self, text: str) -> None:
+        """Names the current piece of work."""
         if text == self._label:
             return
         self._label = text
@@ -90,10 +93,11 @@ class ImageMeter(OnTerminal):
             self._live.update(self._id, description=text)
 
     def advance(self, num_images: int = 1, num_bytes: int = 0) -> None:
+        """Counts further images and bytes."""
         self._done += num_images
         self._num_bytes += num_bytes
         now = time.monotonic()
-        # rich takes a lock and the clock for every call: ten a second are enough for the eye.
+        # rich takes a lock and reads the clock on every call, so update at most ten times per second.
         if self._live and now - self._last_update > 0.1:
             self._last_update = now
             self._live.update(self._id, completed=self._done, num_bytes=self._num_bytes)

@@ -1,7 +1,7 @@
-"""The samples of a data set, in columns.
+"""Stores the samples of a data set in columns.
 
-A million samples as Python objects cost hundreds of megabytes; as columns they cost tens, and splitting them into
-tasks is arithmetic on arrays. Row i of every column belongs to the same sample, and rows are sorted by id.
+A million samples take hundreds of megabytes as Python objects and tens as columns, and splitting columns into tasks is
+arithmetic on arrays. Row i of every column belongs to the same sample, and rows are sorted by id.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ NO_DOMAIN = -1
 
 
 class Sample(NamedTuple):
-    """`id` is stable: it does not change with scenario, format, encoding or --limit-per-class."""
+    """One sample. Its `id` does not depend on the scenario, format, encoding or --limit-per-class."""
 
     id: int
     key: str
@@ -27,16 +27,18 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
+    """The samples of a data set, one array per column."""
+
     id_S: npt.NDArray[np.int64]
     label_S: npt.NDArray[np.int32]
     domain_S: npt.NDArray[np.int32]
     is_val_S: npt.NDArray[np.bool_]
-    _keys: bytes = field(repr=False)  # all keys end to end, UTF-8
+    _keys: bytes = field(repr=False)  # all keys without separators, in UTF-8
     _key_ends_S: npt.NDArray[np.int64] = field(repr=False)
 
     @classmethod
     def collect(cls, rows: Iterable[tuple[str, int, int, bool]]) -> "Samples":
-        """From (key, label, domain, is_val) in the source's own order, which numbers them."""
+        """Returns samples from (key, label, domain, is_val) rows. Their order gives the ids."""
         keys, ends, labels, domains, is_val = bytearray(), [], [], [], []
         for key, label, domain, val in rows:
             keys += key.encode("utf-8", "surrogateescape")
@@ -69,11 +71,12 @@ class Samples:
         )
 
     def key(self, row: int) -> str:
+        """Returns the source's name of the sample in a row."""
         begin = int(self._key_ends_S[row - 1]) if row else 0
         return self._keys[begin : int(self._key_ends_S[row])].decode("utf-8", "surrogateescape")
 
     def take(self, rows: npt.NDArray[np.int64]) -> "Samples":
-        """Some rows, in rising order; ids stay what they were."""
+        """Returns the samples of some rows, given in rising order. Their ids do not change."""
         begins_S = np.concatenate([[0], self._key_ends_S[:-1]]) if len(self) else self._key_ends_S
         lengths = (self._key_ends_S - begins_S)[rows]
         return Samples(
@@ -86,7 +89,7 @@ class Samples:
         )
 
     def limited(self, per_class: int) -> "Samples":
-        """The first `per_class` samples of every class, for each split and domain."""
+        """Returns the first `per_class` samples of every class, in each split and domain."""
         group_S = (self.label_S.astype(np.int64) << 17) | ((self.domain_S.astype(np.int64) + 1) << 1) | self.is_val_S
         order = np.argsort(group_S, kind="stable")
         sorted_S = group_S[order]
@@ -96,7 +99,7 @@ class Samples:
         return self.take(np.sort(order[rank_S < per_class]))
 
     def fingerprint(self) -> str:
-        """Changes when a sample is added, removed, renamed or relabelled; file contents are not read."""
+        """Returns a digest of the ids, keys, labels, domains and splits. File contents are not read."""
         digest = hashlib.sha256()
         for column in (self.id_S, self.label_S, self.domain_S, self.is_val_S, self._key_ends_S):
             digest.update(np.ascontiguousarray(column).tobytes())

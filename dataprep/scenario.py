@@ -1,7 +1,7 @@
-"""Samples -> tasks. Pure functions of (samples, kind, number of tasks, order).
+"""Splits samples into tasks. The result depends only on the samples, the kind, the number of tasks and the order.
 
-The reference order is the one of CaSSLe's code: classes by torch's randperm from seed 5, data by random_split from
-seed 42, DomainNet's domains in a fixed sequence.
+The reference order is that of CaSSLe's code: classes by torch's randperm with seed 5, data by random_split with seed
+42, and DomainNet's domains in a fixed sequence.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ DOMAINNET_ORDER = ("real", "quickdraw", "painting", "sketch", "infograph", "clip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`seed` None: the reference order."""
+    """How samples become tasks. If `seed` is None, the order is the reference's."""
 
     kind: Kind
     num_tasks: int
@@ -35,19 +35,23 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
+    """The classes and domains of a task."""
+
     name: str
     classes: tuple[int, ...]  # labels, in the order in which they were drawn
-    domains: tuple[int, ...]  # empty where the data has none
+    domains: tuple[int, ...]  # empty if the data has no domains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
+    """The tasks, and which task each sample belongs to."""
+
     tasks: tuple[Task, ...]
-    task_S: npt.NDArray[np.int32]  # the task of every sample, training and validation alike
+    task_S: npt.NDArray[np.int32]  # the task of every training and validation sample
 
 
 def randperm(n: int, seed: int) -> npt.NDArray[np.int64]:
-    """torch.randperm(n) on the CPU after torch.manual_seed(seed), without torch."""
+    """Returns what torch.randperm(n) gives on the CPU after torch.manual_seed(seed), without needing torch."""
     words = np.random.RandomState(seed & 0xFFFFFFFF).randint(0, 2**32, size=max(n - 1, 0), dtype=np.uint32)
     steps = (words.astype(np.int64) % (n - np.arange(max(n - 1, 0)))).tolist()
     perm = list(range(n))
@@ -57,8 +61,9 @@ def randperm(n: int, seed: int) -> npt.NDArray[np.int64]:
 
 
 def split(samples: Samples, classes: tuple[str, ...], domains: tuple[str, ...], scenario: Scenario) -> Assignment:
+    """Returns the task of every sample. Raises PrepError if the scenario does not fit the samples."""
     if scenario.num_tasks < 1:
-        raise PrepError(f"--tasks {scenario.num_tasks}: there must be at least one task.")
+        raise PrepError(f"--tasks {scenario.num_tasks} is too small. Use at least one task.")
     if scenario.kind == "class":
         plan = _by_class(samples, classes, scenario)
     elif scenario.kind == "data":
@@ -109,7 +114,7 @@ def _by_data(samples: Samples, scenario: Scenario) -> Assignment:
                 f"{len(rows)} {'validation' if is_val else 'training'} images cannot fill {scenario.num_tasks} "
                 "tasks. Use fewer --tasks."
             )
-        # Equal lengths; the remainder belongs to the first task, as in the reference.
+        # All tasks have the same length; the remainder goes to the first task, as in the reference.
         length = len(rows) // scenario.num_tasks
         first = len(rows) - length * (scenario.num_tasks - 1)
         position = np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""Manifests over finished shards: the first one, and every further split of the same samples."""
+"""Writes manifests over finished shards: the first one, and further splits of the same samples."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +39,7 @@ _RESERVED = {DEFAULT_NAME, "samples", "keys"}
 
 
 def order_name(scenario: Scenario) -> str:
+    """Returns the name of the order as the manifest stores it."""
     return "reference" if scenario.seed is None else f"seed {scenario.seed}"
 
 
@@ -87,7 +88,7 @@ def assemble(job: "BuildJob", plan: Assignment, journal: Journal) -> Manifest:
 
 
 def _placed(table: Table, stored: list[str], journal: Journal) -> tuple[Table, list[ShardEntry]]:
-    """Fills in where every sample lies. Returns the table and the shards that it numbers."""
+    """Fills in where every sample is stored. Returns the table and the shards that its numbers refer to."""
     shards: list[ShardEntry] = []
     for part in sorted(journal.parts, key=lambda part: part.order):
         for file in part.files:
@@ -118,7 +119,7 @@ def _shard_entry(file: SealedFile, split: SplitName) -> ShardEntry:
 
 
 def resplit(where: Path, scenario: Scenario, name: str) -> Manifest:
-    """Another manifest over the shards of `where`. No shard is read or written."""
+    """Writes and returns another manifest over the shards of `where`. It reads and writes no shard."""
     if name in _RESERVED or not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name[0] == ".":
         raise PrepError(
             f"--name {name!r} cannot be used. Use letters, digits, '-', '_' and '.', and not {DEFAULT_NAME}."

@@ -1,11 +1,11 @@
-"""Which word was meant."""
+"""Suggests the known word that is closest to a misspelt one."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "Did you mean 'x'? Known: x, y." for the end of an error."""
+    """Returns the end of an error message, such as "Did you mean 'x'? Known: x, y."."""
     known = tuple(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"{f'Did you mean {close[0]!r}? ' if close else ''}Known: {', '.join(known)}."

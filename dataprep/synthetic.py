@@ -1,17 +1,18 @@
-"""The embedded data set: pictures of textured, coloured shapes, drawn from a seed, no download.
+"""Draws the embedded data set: pictures of textured, coloured shapes, from a seed and without a download.
 
-A class is a (shape, texture, colour) triple and the classes are the full factorial of the three, so any two
-of them leave the class ambiguous. All else is nuisance: position, scale, rotation, the phase, direction and
-period of the texture, hue jitter, lighting, clutter in every class colour, a mild occluder and sensor grain.
-The styles (photo, sketch, poster, neon) draw the same classes in visibly different ways and serve as domains.
+A class is a (shape, texture, colour) triple. All combinations of the three are classes, so two of them do not
+identify the class. Everything else is nuisance: position, scale, rotation, the phase, direction and period of
+the texture, hue jitter, lighting, clutter in every class colour, a mild occluder and sensor grain. The styles
+(photo, sketch, poster, neon) draw the same classes in visibly different ways and serve as domains.
 
-An image is a pure function of (label, num_classes, style, seed, index). The size chooses only the resolution:
-the random numbers do not depend on it, and every edge is a signed distance filtered to the pixel, so a 256-px
-image averaged down to 64 px is close to the 64-px image. The aspect ratio frames the same scene.
+An image depends only on (label, num_classes, style, seed, index). The size sets only the resolution: the random
+numbers do not depend on it, and every edge is a signed distance filtered to the pixel. Therefore a 256-px image
+averaged down to 64 px is close to the 64-px image. Other aspect ratios show the same scene in another frame.
 
-Difficulty, measured at 32 px with 30 classes and mixed styles (chance 3.3 %), on 40 unseen images per class:
-with 120 images per class and 10 epochs a softmax on raw pixels reaches 13 to 17 % and the small ResNet of
-tests/prep/test_synthetic.py 76 %; with 300 images per class, 17 % after 10 epochs and 99 % after 12.
+Accuracy at 32 px with 30 classes and mixed styles (chance is 3.3 %), measured on 40 unseen images per class:
+with 120 images per class and 10 epochs, a softmax on raw pixels reaches 13 to 17 % and the small ResNet of
+tests/prep/test_synthetic.py reaches 76 %. With 300 images per class, they reach 17 % after 10 epochs and 99 %
+after 12.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from dataprep.synthetic_styles import (
 )
 
 STYLES: tuple[str, ...] = tuple(RENDERERS)
-# How many textures and colours, each from the front of its list, make up a number of classes.
+# For each number of classes, how many textures and colours are used, each from the front of its list.
 FACTORS: dict[int, tuple[int, int]] = {20: (2, 2), 30: (3, 2), 60: (4, 3), 100: (5, 4)}
 SIZE_RANGE_PX = (32, 256)
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """What makes a class."""
+    """The three attributes that define a class."""
 
     shape: str
     texture: str
@@ -56,7 +57,7 @@ class Attributes:
 
 @functools.cache
 def class_attributes(num_classes: int = 30) -> tuple[Attributes, ...]:
-    """The attributes of every class, in label order."""
+    """Returns the attributes of every class, in label order."""
     if num_classes not in FACTORS:
         raise ValueError(f"num_classes is {num_classes}; choose one of {sorted(FACTORS)}")
     num_textures, num_colours = FACTORS[num_classes]
@@ -66,7 +67,7 @@ def class_attributes(num_classes: int = 30) -> tuple[Attributes, ...]:
 
 
 def class_names(num_classes: int = 30) -> list[str]:
-    """The class names, sorted; a label is an index into this list."""
+    """Returns the sorted class names. A label is an index into this list."""
     return [attributes.name for attributes in class_attributes(num_classes)]
 
 
@@ -112,7 +113,7 @@ def _scene(attributes: Attributes, rng: np.random.Generator) -> Scene:
 def draw(
     *, label: int, num_classes: int, style: int, size_px: int | tuple[int, int], seed: int, index: int
 ) -> npt.NDArray[np.uint8]:
-    """One image, uint8 [height, width, 3]; `size_px` is a side or (height, width)."""
+    """Returns one image, uint8 [height, width, 3]. `size_px` is the side of a square or (height, width)."""
     classes = class_attributes(num_classes)
     if not 0 <= label < num_classes:
         raise ValueError(f"label is {label}; with num_classes={num_classes} use 0..{num_classes - 1}")
@@ -123,7 +124,7 @@ def draw(
     height, width = size_px if isinstance(size_px, tuple) else (size_px, size_px)
     low, high = SIZE_RANGE_PX
     if not (low <= height <= high and low <= width <= high):
-        raise ValueError(f"size_px is {size_px}; use {low}..{high} px a side and resize the image for others")
+        raise ValueError(f"size_px is {size_px}; use {low}..{high} px per side, and resize the image for other sizes")
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, label, style, index))))
     scene = _scene(classes[label], rng)
     image_3HW = RENDERERS[STYLES[style]](scene, canvas_of(height, width), rng)

@@ -1,7 +1,7 @@
-"""How the embedded data set puts a scene on pixels: signed distances, textures and the four styles.
+"""Renders the scenes of the embedded data set: signed distances, textures and the four styles.
 
-Lengths are in half short sides: the short side of the image spans [-1, 1]. How many random numbers a style
-draws never depends on the number of pixels, so neither does what it shows.
+The unit of length is half the short side of the image, which therefore spans [-1, 1]. A style draws the same random
+numbers at every resolution, so it shows the same scene.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# float32 throughout; numpy's stubs take a float32 array times a Python float for a float64 one.
+# All arrays are float32, but numpy's stubs type a float32 array times a Python float as float64.
 Array = npt.NDArray[np.floating]
 Colour = tuple[float, float, float]
 
@@ -30,7 +30,7 @@ INK: Colour = (0.1, 0.09, 0.16)
 
 @dataclass(frozen=True)
 class Canvas:
-    """The pixel centres of an image size and the side of a pixel."""
+    """The pixel centres of an image and the side of a pixel."""
 
     x_HW: Array
     y_HW: Array
@@ -42,13 +42,13 @@ class Canvas:
         return height, width
 
     def coverage(self, sdf_HW: Array, blur: float = 0.0) -> Array:
-        """The share of each pixel inside the zero level of a signed distance."""
+        """Returns the share of each pixel that is inside the zero level of a signed distance."""
         covered_HW: Array = np.clip(0.5 - sdf_HW * (1 / (self.pixel + blur)), 0.0, 1.0)
         return covered_HW
 
     def field(self, lattice_KK: Array) -> Array:
-        """A lattice, or a stack of them, spread over the whole image."""
-        # Gathers, not matrix products: BLAS threads cost more than they save here, and round as they like.
+        """Returns a lattice, or a stack of them, interpolated over the whole image."""
+        # Gathers instead of matrix products: BLAS threads cost more than they save here, and their rounding varies.
         low_H, part_H = _between(self.shape[0], lattice_KK.shape[-2])
         low_W, part_W = _between(self.shape[1], lattice_KK.shape[-1])
         upper_HK, lower_HK = lattice_KK.take(low_H, -2), lattice_KK.take(low_H + 1, -2)
@@ -62,6 +62,7 @@ class Canvas:
 
 @functools.lru_cache(maxsize=16)
 def canvas_of(height: int, width: int) -> Canvas:
+    """Returns the canvas of an image size."""
     short = min(height, width)
     y_H = (2 * np.arange(height, dtype=np.float32) + 1 - height) / short
     x_W = (2 * np.arange(width, dtype=np.float32) + 1 - width) / short
@@ -72,12 +73,12 @@ def canvas_of(height: int, width: int) -> Canvas:
 
 @functools.lru_cache(maxsize=64)
 def _between(length: int, cells: int) -> tuple[npt.NDArray[np.intp], Array]:
-    """For every pixel along a side: the lattice point before it and how far it is on the way to the next."""
+    """Returns, for every pixel along a side, the lattice point before it and its relative distance to the next one."""
     at_L = np.clip((np.arange(length) + 0.5) / length * cells - 0.5, 0, cells - 1)
     low_L = np.minimum(at_L.astype(np.intp), cells - 2)
     part_L = (at_L - low_L).astype(np.float32)
     if cells < GRAIN_CELLS:
-        # Coarse lattices ease in and out so that no creases show.
+        # Coarse lattices are smoothed so that no creases show.
         part_L = part_L * part_L * (3 - 2 * part_L)
     low_L.flags.writeable = part_L.flags.writeable = False
     return low_L, part_L
@@ -89,13 +90,13 @@ def _rotate(x_HW: Array, y_HW: Array, angle: float) -> tuple[Array, Array]:
 
 
 def _fold(x_HW: Array, y_HW: Array, sectors: int) -> tuple[Array, Array]:
-    """The polar radius, and the angle folded into half a sector."""
+    """Returns the polar radius, and the angle folded into half a sector."""
     turn = 2 * math.pi / sectors
     return np.hypot(x_HW, y_HW), np.abs((np.arctan2(y_HW, x_HW) + turn / 2) % turn - turn / 2)
 
 
 def _shape_sdf(shape: str, x_HW: Array, y_HW: Array) -> Array:
-    """The signed distance to a shape of radius about 1; the areas are alike, lest they tell the shape."""
+    """Returns the signed distance to a shape of radius about 1. The areas are similar and do not reveal the shape."""
     if shape == "ring":
         return np.abs(np.hypot(x_HW, y_HW) - 0.72) - 0.31
     if shape == "square":
@@ -107,7 +108,7 @@ def _shape_sdf(shape: str, x_HW: Array, y_HW: Array) -> Array:
         radius_HW, angle_HW = _fold(x_HW, y_HW, 3)
         return radius_HW * np.cos(angle_HW) - 0.64
     radius_HW, angle_HW = _fold(x_HW, y_HW, 5)
-    # A star's edge runs from the tip at (1.25, 0) to the notch at radius 0.56, half a sector on.
+    # A star's edge runs from the tip at (1.25, 0) to the notch at radius 0.56, half a sector further.
     edge = 0.56 * complex(math.cos(math.pi / 5), math.sin(math.pi / 5)) - 1.25
     normal = edge * -1j / abs(edge)
     sdf_HW: Array = radius_HW * np.cos(angle_HW - math.atan2(normal.imag, normal.real)) - 1.25 * normal.real
@@ -116,7 +117,7 @@ def _shape_sdf(shape: str, x_HW: Array, y_HW: Array) -> Array:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A distractor: a disc (slimness 1) or a bar, too small and too plain to be taken for the object."""
+    """A distractor: a disc (slimness 1) or a bar, too small and too plain to be mistaken for the object."""
 
     x: float
     y: float
@@ -138,7 +139,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Scene:
-    """The object and everything random about an image that all styles share."""
+    """The object, and all random properties of an image that the styles share."""
 
     shape: str
     texture: str
@@ -163,13 +164,13 @@ class Scene:
         return colorsys.hsv_to_rgb(self.hue, saturation, value)
 
     def sdf(self, canvas: Canvas, dx: float | Array = 0.0, dy: float | Array = 0.0) -> Array:
-        """The signed distance to the object moved by (dx, dy)."""
+        """Returns the signed distance to the object moved by (dx, dy)."""
         x_HW = (canvas.x_HW - self.x - dx) * (1 / self.radius)
         y_HW = (canvas.y_HW - self.y - dy) * (1 / self.radius)
         return _shape_sdf(self.shape, *_rotate(x_HW, y_HW, self.angle)) * self.radius
 
     def texture_share(self, canvas: Canvas) -> Array:
-        """1 where the class colour shows, 0 where the second tone does."""
+        """Returns 1 where the class colour shows and 0 where the second tone shows."""
         period, (phase_x, phase_y) = self.texture_period, self.texture_phase
         if self.texture == "solid":
             return np.ones(canvas.shape, np.float32)
@@ -186,12 +187,12 @@ class Scene:
         return across_HW + along_HW - 2 * across_HW * along_HW
 
     def light(self, canvas: Canvas) -> Array:
-        """From about -1 to 1 along the light."""
+        """Returns the position along the light's direction, from about -1 to 1."""
         return _rotate(canvas.x_HW, canvas.y_HW, self.light_angle)[0]
 
 
 def any_colour(rng: np.random.Generator) -> Colour:
-    """A colour of the world: half the time a class hue, so that a colour alone never points to the object."""
+    """Returns a random colour. Half of them are class hues, so that a colour alone does not identify the object."""
     if rng.random() < 0.5:
         hue = tuple(HUES.values())[rng.integers(len(HUES))] + rng.normal(0, 0.03)
     else:
@@ -208,18 +209,18 @@ def _mix(first: Colour, second: Colour, share_HW: Array) -> Array:
 
 
 def _lay(image_3HW: Array, colour: Colour | Array, alpha_HW: Array) -> None:
-    """Lay a colour over the image, in place."""
+    """Lays a colour over the image, in place."""
     top_3HW = colour if isinstance(colour, np.ndarray) else _rgb(colour)
     image_3HW += alpha_HW * (top_3HW - image_3HW)
 
 
 def _stain(image_3HW: Array, colour: Colour, alpha_HW: Array) -> None:
-    """Stain the image as a pencil or a wash does, in place: what is below shines through."""
+    """Stains the image like a pencil or a wash, in place: the colours below shine through."""
     image_3HW *= 1 - alpha_HW * (1 - _rgb(colour))
 
 
 def _photo(scene: Scene, canvas: Canvas, rng: np.random.Generator) -> Array:
-    """A shaded toy with a soft shadow in front of a blurred background, with sensor grain."""
+    """Draws a shaded toy with a soft shadow in front of a blurred background, with sensor grain."""
     tone = rng.uniform(0.75, 0.95) if rng.random() < 0.6 else rng.uniform(0.08, 0.2)
     colour = scene.colour(rng.uniform(0.75, 0.92), rng.uniform(0.7, 0.95))
     image_3HW = _mix(any_colour(rng), any_colour(rng), canvas.field(scene.backdrop_KK))
@@ -245,12 +246,12 @@ def _photo(scene: Scene, canvas: Canvas, rng: np.random.Generator) -> Array:
 
 
 def _sketch(scene: Scene, canvas: Canvas, rng: np.random.Generator) -> Array:
-    """Coloured pencil on tinted paper: shaky double outlines and hatching."""
+    """Draws with coloured pencil on tinted paper: shaky double outlines and hatching."""
     warmth, depth = rng.uniform(0.0, 0.08), rng.uniform(0.1, 0.45)
     period, slant = rng.uniform(0.055, 0.075), rng.uniform(0, math.pi)
     grain_3HW = canvas.field(scene.grain_3KK)
     shake_x_HW, shake_y_HW = 0.018 * canvas.field(scene.wobble_2KK)
-    # Hatching is narrower than the pixels of a small image: damp it to what a box of that size lets through.
+    # Hatching is finer than the pixels of a small image. Damp it as averaging over a pixel would.
     contrast = 0.3 * float(np.sinc(canvas.pixel / period))
 
     def pencil(angle: float) -> Array:
@@ -267,7 +268,7 @@ def _sketch(scene: Scene, canvas: Canvas, rng: np.random.Generator) -> Array:
         _stain(image_3HW, fragment.colour, rng.uniform(0.4, 0.9) * shade_HW)
     sdf_HW = scene.sdf(canvas, shake_x_HW, shake_y_HW)
     inside_HW = canvas.coverage(sdf_HW, 0.01)
-    # A ground keeps the clutter behind the object from mixing with its colour.
+    # A layer of paper keeps the clutter behind the object from mixing with its colour.
     _lay(image_3HW, PAPER, inside_HW * 0.85)
     colour = scene.colour(rng.uniform(0.7, 0.95), rng.uniform(0.8, 0.98))
     _stain(image_3HW, colour, inside_HW * scene.texture_share(canvas) * near_HW * rng.uniform(0.85, 1.1))
@@ -280,7 +281,7 @@ def _sketch(scene: Scene, canvas: Canvas, rng: np.random.Generator) -> Array:
 
 
 def _poster(scene: Scene, canvas: Canvas, rng: np.random.Generator) -> Array:
-    """A screen print: flat inks, hard edges, bold contour and hard shadow on rays, a sun or two halves."""
+    """Draws a screen print: flat inks, a bold contour and a hard shadow on rays, a sun or two halves."""
     layout, count, angle = rng.integers(3), int(rng.integers(5, 10)), rng.uniform(0, math.pi)
     contour, tone = (CREAM, INK) if rng.random() < 0.5 else (INK, CREAM)
     x_HW, y_HW = canvas.x_HW - rng.uniform(-1, 1), canvas.y_HW - rng.uniform(-1, 1)
@@ -302,7 +303,7 @@ def _poster(scene: Scene, canvas: Canvas, rng: np.random.Generator) -> Array:
     colour = scene.colour(rng.uniform(0.8, 0.95), rng.uniform(0.75, 0.95))
     _lay(image_3HW, _mix(tone, colour, scene.texture_share(canvas)), canvas.coverage(sdf_HW))
     _lay(image_3HW, scene.occluder.colour, canvas.coverage(scene.occluder.sdf(canvas)))
-    # The light falls in flat steps, as a print would have it.
+    # The light falls in flat steps, as in a print.
     light_HW = scene.light(canvas)
     steps_HW = canvas.coverage(-0.3 - light_HW) + canvas.coverage(0.3 - light_HW) - 1
     image_3HW *= (0.5 + 0.5 * scene.exposure) * (1 + 0.5 * scene.light_slope * steps_HW)
@@ -310,7 +311,7 @@ def _poster(scene: Scene, canvas: Canvas, rng: np.random.Generator) -> Array:
 
 
 def _neon(scene: Scene, canvas: Canvas, rng: np.random.Generator) -> Array:
-    """Glowing tubes and panels on a dark brick wall."""
+    """Draws glowing tubes and panels on a dark brick wall."""
     halo, tube, power = rng.uniform(0.1, 0.16), rng.uniform(0.03, 0.04), rng.uniform(0.8, 1.0)
     bricks = 1 / rng.uniform(0.2, 0.3)
     image_3HW = 0.04 + 0.3 * canvas.field(scene.backdrop_KK) ** 2 * _rgb(any_colour(rng))

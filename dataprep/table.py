@@ -1,8 +1,8 @@
-"""The sample table: one row a sample, sorted by id, in a plain .npy file.
+"""Reads and writes the sample table: one row per sample, sorted by id, in a plain .npy file.
 
-It holds what a reader needs to find and crop a sample without opening its shard: where it lies in every format, and its
+A row holds what a reader needs to find and crop a sample without opening its shard: its place in every format, and its
 stored width and height. Quarantined samples keep their row (is_stored = false), so that another split of the same data
-partitions exactly the samples that the source had.
+partitions exactly the samples of the source.
 """
 
 import os
@@ -29,15 +29,20 @@ _COLUMNS: list[tuple[str, str]] = [
 
 
 def place_columns(format: str) -> list[tuple[str, str]]:
-    """Shard (its number in the manifest), place in it (tar: byte offset; array and ffcv: row) and bytes."""
+    """Returns the columns of a format: the shard's number in the manifest, the place in the shard, and the bytes.
+
+    The place is a byte offset in a tar shard and a row in an array or ffcv shard.
+    """
     return [(f"{format}_shard", "<i4"), (f"{format}_place", "<i8"), (f"{format}_bytes", "<i8")]
 
 
 def table_dtype(formats: list[str]) -> np.dtype[Any]:
+    """Returns the columns of a table for these formats."""
     return np.dtype(_COLUMNS + [column for format in formats for column in place_columns(format)])
 
 
 def empty_table(samples: Samples, formats: list[str]) -> Table:
+    """Returns a table of all samples in which none is stored yet."""
     table = np.zeros(len(samples), table_dtype(formats))
     table["id"], table["label"], table["domain"] = samples.id_S, samples.label_S, samples.domain_S
     table["is_val"] = samples.is_val_S
@@ -47,6 +52,7 @@ def empty_table(samples: Samples, formats: list[str]) -> Table:
 
 
 def save_table(table: Table, path: Path) -> None:
+    """Writes and syncs a table."""
     with path.open("wb") as file:
         np.lib.format.write_array(file, table, allow_pickle=False)
         file.flush()
@@ -54,18 +60,19 @@ def save_table(table: Table, path: Path) -> None:
 
 
 def load_table(manifest: Manifest, folder: Path) -> Table:
+    """Returns the table of a prepared folder."""
     path = manifest.samples.path_in(folder)
     try:
         table: Table = np.load(path, allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:
         raise ManifestError(f"{path} cannot be read ({error}). Build the data set again.") from None
     if table.dtype != table_dtype(manifest.formats):
-        raise ManifestError(f"{path} has other columns than the manifest's formats need. Build the data set again.")
+        raise ManifestError(f"{path} does not have the columns of the manifest's formats. Build the data set again.")
     return table
 
 
 def samples_of(table: Table) -> Samples:
-    """The table as samples without names, for splitting it anew."""
+    """Returns the table as samples without keys, for another split."""
     return Samples(
         id_S=table["id"].copy(),
         label_S=table["label"].copy(),
@@ -77,6 +84,7 @@ def samples_of(table: Table) -> Samples:
 
 
 def rows_of_ids(table: Table, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns the row of each sample id."""
     rows = np.searchsorted(table["id"], ids)
     found = rows < len(table)
     if not found.all() or not np.array_equal(table["id"][rows], ids):

@@ -1,4 +1,4 @@
-"""Checks a prepared folder: every checksum, every count, every image. Read-only."""
+"""Checks every checksum, count and image of a prepared folder, without changing it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from dataprep.writers import Record, ShardDamage, formats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was looked at, and a sentence for each thing that is wrong."""
+    """The result of a check: one sentence per problem, and how much was checked."""
 
     problems: tuple[str, ...]
     num_files: int
@@ -36,7 +36,7 @@ class Verification:
 
 
 def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> Verification:
-    """`quick` looks at sizes and counts only. Problems are collected, not raised, so that one does not hide another."""
+    """Checks a folder and returns all problems, so that one does not hide another. `quick` checks sizes and counts."""
     path = manifest_path(where)
     folder = path.parent
     manifest = load_manifest(path, check_sizes=False)
@@ -56,7 +56,7 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> V
         with ImageMeter(console, sum(shard.count for shard in manifest.shards)) as meter:
             for entry in files.values():
                 if entry.path in whole and sha256_of(file := entry.path_in(folder)) != entry.sha256:
-                    problems.append(f"{file} has changed: its checksum is not the manifest's.")
+                    problems.append(f"{file} has changed: its checksum differs from the manifest's.")
                     whole.discard(entry.path)
             if table is not None:
                 for number, shard in enumerate(manifest.shards):
@@ -73,7 +73,7 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> V
 
 
 def _other_manifests(folder: Path, path: Path, problems: list[str]) -> list[Manifest]:
-    """All splits of the folder when the whole folder is verified, none when one manifest was named."""
+    """Returns the other manifests of the folder, or none if the user named a single manifest."""
     if path.name != f"{DEFAULT_NAME}.json":
         return []
     found: list[Manifest] = []
@@ -96,7 +96,7 @@ def _has_its_size(folder: Path, entry: FileEntry, problems: list[str]) -> bool:
 
 
 def _check_tasks(manifest: Manifest, table: Table, problems: list[str]) -> None:
-    """Tasks partition the stored samples, each in the split and the shards that the manifest says."""
+    """Checks that the tasks partition the stored samples, with the splits and shards that the manifest lists."""
     seen = np.zeros(len(table), np.int64)
     for number, task in enumerate(manifest.tasks):
         for name in SPLITS:
@@ -112,7 +112,9 @@ def _check_tasks(manifest: Manifest, table: Table, problems: list[str]) -> None:
                 problems.append(f"{manifest.name}.json, task {number}: {name} holds samples of the other split.")
             for format, shards in part.shards.items():
                 if np.unique(table[f"{format}_shard"][rows]).tolist() != sorted(shards):
-                    problems.append(f"{manifest.name}.json, task {number}, {name}: its {format} shards do not agree.")
+                    problems.append(
+                        f"{manifest.name}.json, task {number}, {name}: {format} shards differ from the table."
+                    )
     if not np.array_equal(seen, table["is_stored"].astype(np.int64)):
         problems.append(f"{manifest.name}.json: its tasks do not hold every stored sample exactly once.")
 
@@ -126,7 +128,7 @@ def _check_shard(
     meter: ImageMeter,
     problems: list[str],
 ) -> int:
-    """How many images of the shard were read and decoded."""
+    """Decodes the images of a shard and returns how many were read."""
     shard = manifest.shards[number]
     format = formats()[shard.format]
     rows = table[table[f"{shard.format}_shard"] == number]
@@ -161,7 +163,7 @@ def _check_shard(
             if image.fault:
                 problems.append(f"{image.sample.key} does not decode: {image.fault}.")
             elif (image.width, image.height) != tuple(row_of[image.sample.id][["width", "height"]]):
-                problems.append(f"{image.sample.key} is {image.width} x {image.height}, not as the table says.")
+                problems.append(f"{image.sample.key} is {image.width} x {image.height} pixels, unlike in the table.")
     except ShardDamage as damage:
         problems.append(f"{damage}.")
     return count

@@ -1,4 +1,4 @@
-// An 8-bit RGB image in memory, rows packed.
+// An 8-bit RGB image in memory, with packed rows.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace fastcssl::codec {
 struct Image {
   int width = 0;
   int height = 0;
-  std::vector<std::uint8_t> rgb;  // height x width x 3, and a few bytes that a vector load may touch
+  std::vector<std::uint8_t> rgb;  // height x width x 3, and a few extra bytes that a vector load may read
 
   static constexpr std::size_t kSlack = 16;
 

@@ -7,13 +7,13 @@
 #include <vector>
 
 #include <jpeglib.h>
-// jerror.h wants jpeglib.h first.
+// jerror.h must come after jpeglib.h.
 #include <jerror.h>
 
 namespace fastcssl::codec {
 namespace {
 
-// 256 megapixels: above every camera, below what would exhaust memory with a few threads.
+// 256 megapixels: more than any camera has, and few enough that several threads do not exhaust the memory.
 constexpr std::uint64_t kMaxPixels = std::uint64_t{1} << 28;
 
 struct ErrorManager {
@@ -35,7 +35,7 @@ bool is_damage(int code) {
   switch (code) {
     case JWRN_HIT_MARKER:     // a marker inside the entropy-coded data
     case JWRN_JPEG_EOF:       // the file ends before the end-of-image marker
-    case JWRN_HUFF_BAD_CODE:  // no such code
+    case JWRN_HUFF_BAD_CODE:  // an invalid code
     case JWRN_ARITH_BAD_CODE:
     case JWRN_MUST_RESYNC:  // a restart marker is missing or out of order
       return true;
@@ -67,7 +67,7 @@ void install(ErrorManager& errors, Diagnosis* diagnosis) {
   errors.diagnosis = diagnosis;
 }
 
-// Owns the decompressor, so that it is freed however the function that holds it is left.
+// Owns the decompressor, so that it is freed however the function returns.
 struct Decompressor {
   jpeg_decompress_struct cinfo;
   ErrorManager errors;
@@ -107,7 +107,7 @@ std::uint32_t read_u32(const JOCTET* p, bool little) {
                 : std::uint32_t{read_u16(p, false)} << 16 | read_u16(p + 2, false);
 }
 
-// The orientation in the first image directory of an APP1 Exif segment; 1 when there is none or it makes no sense.
+// Returns the orientation in the first image directory of an APP1 Exif segment, or 1 if it is missing or invalid.
 int exif_orientation(const jpeg_marker_struct* marker) {
   for (; marker != nullptr; marker = marker->next) {
     const JOCTET* segment = marker->data;
@@ -134,7 +134,7 @@ bool is_cmyk(const jpeg_decompress_struct& cinfo) {
   return cinfo.jpeg_color_space == JCS_CMYK || cinfo.jpeg_color_space == JCS_YCCK;
 }
 
-// Returns to the caller's setjmp when the header is unusable.
+// Jumps to the caller's setjmp if the header is unusable.
 void read_and_check_header(Decompressor& reader, Bytes jpeg, bool keep_exif) {
   jpeg_create_decompress(&reader.cinfo);
   if (keep_exif) jpeg_save_markers(&reader.cinfo, JPEG_APP0 + 1, 0xFFFF);
@@ -148,7 +148,7 @@ void read_and_check_header(Decompressor& reader, Bytes jpeg, bool keep_exif) {
   }
 }
 
-// 0..255 as Adobe writes it: inverted ink. The product form is the one Pillow uses, so that both agree.
+// Adobe stores inverted ink, 0..255. The product is the formula of Pillow, so that both give the same result.
 void cmyk_to_rgb(const JSAMPLE* cmyk, bool inverted, int width, std::uint8_t* rgb) {
   for (int x = 0; x < width; ++x, cmyk += 4, rgb += 3) {
     for (int c = 0; c < 3; ++c) {
@@ -183,7 +183,7 @@ bool read_header(Bytes jpeg, JpegHeader& header, Diagnosis& diagnosis) {
 
 bool decode(Bytes jpeg, int reduction, Image& image, Diagnosis& diagnosis) {
   Decompressor reader(diagnosis);
-  std::vector<JSAMPLE> cmyk;  // declared before setjmp: a longjmp must not skip its destructor
+  std::vector<JSAMPLE> cmyk;  // declared before setjmp, because a longjmp must not skip its destructor
   jpeg_decompress_struct& cinfo = reader.cinfo;
   if (setjmp(reader.errors.jump)) return fail(reader.errors, diagnosis);
   read_and_check_header(reader, jpeg, /*keep_exif=*/false);
@@ -220,7 +220,7 @@ bool decode_region(Bytes jpeg, int width, int height, const Region& region, Imag
   cinfo.out_color_space = JCS_RGB;
   cinfo.dct_method = JDCT_ISLOW;
   jpeg_start_decompress(&cinfo);
-  // Chroma is interpolated from its neighbours, so a cut has no true neighbour at its edges: keep a block more.
+  // Chroma is interpolated from its neighbours, which are missing at the edges of a cut. Therefore keep one more block.
   constexpr int kMargin = 16;
   JDIMENSION left = static_cast<JDIMENSION>(region.left > kMargin ? region.left - kMargin : 0);
   const int right = region.right + kMargin;
@@ -261,7 +261,7 @@ bool encode(const Image& image, int quality, std::string& jpeg, std::string& err
   jpeg_set_quality(&cinfo, quality, TRUE);
   jpeg_start_compress(&cinfo, TRUE);
   while (cinfo.next_scanline < cinfo.image_height) {
-    // libjpeg's signature lacks the const that its code keeps.
+    // libjpeg does not write through this pointer, but its signature has no const.
     JSAMPROW row = const_cast<JSAMPROW>(image.row(static_cast<int>(cinfo.next_scanline)));
     jpeg_write_scanlines(&cinfo, &row, 1);
   }

@@ -1,7 +1,7 @@
-// JPEG in and out through the libjpeg API.
+// Decodes and encodes JPEGs through the libjpeg API.
 //
-// libjpeg's default error handler ends the process; ours returns, and tells damage (a fatal error, a premature end, bad
-// entropy data) from the warnings that leave every pixel intact.
+// libjpeg's default error handler ends the process. Ours returns, and distinguishes damage (a fatal error, a premature
+// end, bad entropy data) from warnings that leave every pixel intact.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ struct Bytes {
   std::size_t size = 0;
 };
 
-// What went wrong while reading one JPEG. `damage` empty: every pixel was decoded from intact data.
+// What went wrong while reading one JPEG. If `damage` is empty, every pixel was decoded from intact data.
 struct Diagnosis {
   std::string damage;
   int num_warnings = 0;
@@ -28,28 +28,30 @@ struct JpegHeader {
   int width = 0;
   int height = 0;
   int orientation = 1;      // EXIF tag 0x0112, 1 = upright
-  bool convertible = true;  // false for CMYK and YCCK, which other decoders refuse or misread
+  bool convertible = true;  // false for CMYK and YCCK, which other decoders reject or misread
 };
 
 bool is_jpeg(Bytes file);
 
-// Reads up to the first scan. False: see `diagnosis.damage`.
+// Reads up to the first scan. If it returns false, `diagnosis.damage` says why.
 bool read_header(Bytes jpeg, JpegHeader& header, Diagnosis& diagnosis);
 
-// Decodes to RGB as stored (EXIF orientation is not applied), at 1/reduction of the size (1, 2, 4 or 8). Every
-// entropy-coded bit is read at every reduction, so reduction 8 is the cheap way to check a file in full.
+// Decodes to RGB as stored (without applying the EXIF orientation), at 1/reduction of the size (1, 2, 4 or 8). Every
+// reduction reads all entropy-coded bits, so reduction 8 is a cheap way to check a complete file.
 bool decode(Bytes jpeg, int reduction, Image& image, Diagnosis& diagnosis);
 
-// Decodes only the rectangle [left, right) x [top, bottom) and a few columns around it. `origin_x` and `origin_y` say where
-// `image` begins in the whole picture. Inside the rectangle the pixels are those of a full decode. What lies below it is
-// not read, so damage there goes unnoticed. A picture of another size than `width` x `height` is refused.
+// Decodes only the rectangle [left, right) x [top, bottom) and a few columns around it. `origin_x` and `origin_y` are
+// the position of `image` in the whole picture. Inside the rectangle, the pixels equal those of a full decode. Rows
+// below the rectangle are not read, so damage there is not noticed. Fails if the picture's size is not `width` x
+// `height`.
 struct Region {
   int left, top, right, bottom;
 };
 bool decode_region(Bytes jpeg, int width, int height, const Region& region, Image& image, int& origin_x, int& origin_y,
                    Diagnosis& diagnosis);
 
-// Baseline, 4:2:0, the same bytes on every machine with the same library. False: see `error`.
+// Encodes as baseline 4:2:0, with the same bytes on every machine that has the same library. If it returns false,
+// `error` says why.
 bool encode(const Image& image, int quality, std::string& jpeg, std::string& error);
 
 }  // namespace fastcssl::codec

@@ -1,4 +1,4 @@
-// dataprep._codec: the Python face of the codec. Every call that works releases the interpreter lock.
+// dataprep._codec: the Python interface of the codec. Every call that takes time releases the interpreter lock.
 #include <pybind11/pybind11.h>
 
 #include <cstring>
@@ -50,7 +50,7 @@ Settings settings_from(const std::string& fit, int size, int quality, bool check
   return settings;
 }
 
-// Settings and threads together: what `dataprep.encode` keeps busy.
+// The settings and threads that `dataprep.encode` uses.
 class Transcoder {
  public:
   Transcoder(const Settings& settings, int num_threads) : settings_(settings), pool_(num_threads) {}
@@ -66,7 +66,7 @@ class Transcoder {
     auto shared = std::make_shared<Image>(image_from(pixels));
     pool_.submit([shared, settings = settings_] { return store_pixels(std::move(*shared), settings); });
   }
-  // In the calling thread.
+  // Runs in the calling thread.
   Stored store_now(const py::buffer& pixels) {
     Image image = image_from(pixels);
     py::gil_scoped_release release;
@@ -148,7 +148,7 @@ PYBIND11_MODULE(_codec, m) {
         return py::make_tuple(bytes_of(image), image.height, image.width);
       },
       py::arg("jpeg"), py::arg("reduction") = 1,
-      "RGB bytes, height and width of a JPEG; ValueError with the reason when it is damaged.");
+      "Returns the RGB bytes, height and width of a JPEG. Raises ValueError if it is damaged.");
 
   m.def(
       "resize",

@@ -1,4 +1,4 @@
-// A pool of native threads that runs jobs and hands their results back in the order of submission.
+// A pool of native threads that runs jobs and returns their results in the order of submission.
 #pragma once
 
 #include <condition_variable>
@@ -21,7 +21,7 @@ class Pool {
     for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
   }
 
-  // Jobs that have not begun are dropped; those under way are waited for.
+  // Drops the jobs that have not begun and waits for the others.
   ~Pool() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -45,7 +45,7 @@ class Pool {
     wake_.notify_one();
   }
 
-  // Blocks until the oldest job is done. Rethrows what it threw.
+  // Waits for the oldest job and returns its result. Rethrows the job's exception.
   Result pop() {
     std::unique_lock<std::mutex> lock(mutex_);
     if (ordered_.empty()) throw std::logic_error("pop() without a submitted job");

@@ -14,7 +14,7 @@ namespace {
 constexpr int kWeightBits = 14;
 constexpr int kRound = 1 << (kWeightBits - 1);
 
-// a = -0.5 is Keys' and Pillow's; torch without anti-aliasing uses -0.75.
+// Keys and Pillow use a = -0.5; torch without anti-aliasing uses -0.75.
 double bicubic(double x, double a) {
   if (x < 1.0) return ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0;
   if (x < 2.0) return (((x - 5.0) * x + 8.0) * x - 4.0) * a;
@@ -53,7 +53,7 @@ void row_portable(const std::uint8_t* source, const Taps& taps, int source_width
 }
 
 #if defined(__x86_64__)
-constexpr int kMaxPairs = 32;  // of taps: enough to shrink sixteenfold
+constexpr int kMaxPairs = 32;  // pairs of taps, enough for shrinking by 16
 
 __attribute__((target("avx2"))) void columns_avx2(const std::uint8_t* source, std::size_t pitch,
                                                   const std::int16_t* weight, int num_taps, int num_bytes,
@@ -86,7 +86,8 @@ __attribute__((target("avx2"))) void columns_avx2(const std::uint8_t* source, st
   columns_portable(source, pitch, weight, num_taps, num_bytes, out, j);
 }
 
-// One output pixel's red, green and blue, each as two partial sums. kTaps > 0: so many, known to the compiler.
+// Returns red, green and blue of one output pixel, each as two partial sums. If kTaps > 0, it is the number of taps,
+// known at compile time.
 template <int kTaps>
 __attribute__((target("avx2"))) inline __m256i pixel_avx2(const std::uint8_t* source, const std::int16_t* wide,
                                                           int num_taps) {
@@ -110,7 +111,7 @@ __attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const 
   const int stride = kTaps ? kTaps : taps.stride;
   const std::int16_t* wide = taps.wide.data();
   int x = 0;
-  // Two pixels at a time share the rounding. Each store writes a byte too many, which the next one overwrites.
+  // Two pixels at a time share the rounding. Each store writes one extra byte, which the next store overwrites.
   for (; x + 2 < width; x += 2) {
     const __m256i a =
         pixel_avx2<kTaps>(source + taps.first[x] * 3, wide + static_cast<std::size_t>(x) * stride * 4, stride);
@@ -138,7 +139,7 @@ __attribute__((target("avx2"))) void row_avx2(const std::uint8_t* source, const 
 
 void row(Isa isa, const std::uint8_t* source, const Taps& taps, int source_width, int width, std::uint8_t* out) {
 #if defined(__x86_64__)
-  // A source shorter than the taps would be read past its end.
+  // If the source were shorter than the taps, the vector code would read past its end.
   if (isa == Isa::avx2 && source_width >= taps.stride) {
     if (taps.stride == 4) return row_avx2<4>(source, taps, width, out);
     if (taps.stride == 8) return row_avx2<8>(source, taps, width, out);
@@ -180,7 +181,7 @@ void Taps::make(int source_size, double begin, double end, int out_size, const F
   exact_.resize(stride);
   for (int i = 0; i < out_size; ++i) {
     const double center = begin + (i + 0.5) * scale;
-    // Anti-aliased kernels lose what falls outside and are normalised; the others meet the repeated edge.
+    // Anti-aliased kernels drop the taps outside and are normalised. Other kernels see repeated edge pixels there.
     const int from = static_cast<int>(std::floor(center - reach + 0.5)), to = static_cast<int>(center + reach + 0.5);
     const int low = std::clamp(from, lowest, highest - 1);
     const int high = std::min(std::clamp(to, low + 1, highest), low + stride);
@@ -202,7 +203,7 @@ void Taps::make(int source_size, double begin, double end, int out_size, const F
       total += mine[t];
       if (mine[t] > mine[largest]) largest = t;
     }
-    // Rounded weights must still add up to one, or flat areas would drift.
+    // The rounded weights must add up to one, otherwise flat areas would change.
     mine[largest] = static_cast<std::int16_t>(mine[largest] + (1 << kWeightBits) - total);
   }
 }
@@ -221,8 +222,8 @@ void Resizer::run(const Image& source, const Box& box, const Filter& filter, int
   down_.make(source.height, box.top, box.bottom, height, filter);
   across_.make(source.width, box.left, box.right, width, filter);
   if (isa == Isa::avx2) across_.widen();
-  // Horizontal first and rounded to bytes between the passes, which is Pillow's order: overshoot is clipped in the same
-  // places. Only the rows that the second pass reads are made.
+  // As in Pillow, the horizontal pass is first and its result is rounded to bytes, so overshoot is clipped in the same
+  // places. Only the rows that the second pass reads are computed.
   const int top = *std::min_element(down_.low.begin(), down_.low.end());
   int bottom = top;
   for (int y = 0; y < height; ++y) bottom = std::max(bottom, down_.low[y] + down_.count[y]);

@@ -42,7 +42,8 @@ Plan plan_for(int width, int height, const Settings& settings) {
 
 bool keeps_size(const Plan& plan, int width, int height) { return plan.width == width && plan.height == height; }
 
-// The largest reduction that still leaves twice the stored size, so that the filter that follows decides the quality.
+// Returns the largest reduction that still leaves twice the stored size, so that the later filter determines the
+// quality.
 int reduction_for(const Plan& plan, const JpegHeader& header, bool swapped) {
   const double box_width = plan.box.right - plan.box.left, box_height = plan.box.bottom - plan.box.top;
   int reduction = 1;

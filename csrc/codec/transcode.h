@@ -1,4 +1,4 @@
-// One image file -> the bytes that are stored: checked, upright, resized, JPEG.
+// Turns an image file into the bytes that are stored: checked, upright, resized, as JPEG.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 namespace fastcssl::codec {
 
 enum class Fit {
-  none,        // as it is
+  none,        // unchanged
   short_side,  // shrink until the shorter side is `size`
   max_side,    // shrink until the longer side is `size`
   square,      // centre square, then exactly `size` x `size`
@@ -19,15 +19,15 @@ struct Settings {
   Fit fit = Fit::none;
   int size = 0;
   int quality = 90;
-  bool check_in_full = true;  // decode also what could be passed through on the word of its header
+  bool check_in_full = true;  // also decode images that are passed through unchanged, not just their headers
   bool want_jpeg = true;
   bool want_pixels = false;
 };
 
 enum class Status {
   ok,
-  foreign,  // not a JPEG: `file` holds its bytes for another decoder
-  damaged,  // `fault` says how
+  foreign,  // not a JPEG; `file` holds the bytes for another decoder
+  damaged,  // `fault` says why
 };
 
 struct Stored {
@@ -36,7 +36,7 @@ struct Stored {
   int width = 0;
   int height = 0;
   std::string jpeg;
-  Image image;  // filled when pixels are wanted
+  Image image;  // filled if pixels are wanted
   std::string file;
   std::string fault;
   int num_warnings = 0;
@@ -46,7 +46,7 @@ struct Stored {
 Stored store_file(std::string file, const Settings& settings);
 Stored store_pixels(Image image, const Settings& settings);
 
-// Reads the file first; a file that cannot be read is `damaged`.
+// Reads the file first. A file that cannot be read is `damaged`.
 Stored store_path(const std::string& path, const Settings& settings);
 
 }  // namespace fastcssl::codec

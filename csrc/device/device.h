@@ -1,4 +1,4 @@
-// What the CUDA half of this build can do on this machine. Plain C++: no torch, no CUDA header.
+// Reports whether the CUDA code of this build runs on this machine. Plain C++: no torch, no CUDA header.
 #pragma once
 
 #include <string>
@@ -7,13 +7,13 @@ namespace fastcssl::device {
 
 struct CudaStatus {
   bool built = false;         // the extension contains CUDA code
-  std::string toolkit;        // the version that compiled it
-  std::string architectures;  // the ones it was compiled for
-  int num_devices = 0;        // GPUs that the driver shows
-  std::string problem;        // why a kernel of this build does not run here; empty when it does
+  std::string toolkit;        // the toolkit version that compiled it
+  std::string architectures;  // the architectures it was compiled for
+  int num_devices = 0;        // GPUs that the driver reports
+  std::string problem;        // why a kernel of this build does not run here; empty if it does
 };
 
-// Launches one tiny kernel on the current device, because "no kernel image" shows in no other way.
+// Launches a tiny kernel on the current device, because nothing else reveals the error "no kernel image".
 CudaStatus cuda_status();
 
 }  // namespace fastcssl::device

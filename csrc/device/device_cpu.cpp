@@ -1,4 +1,4 @@
-// The sibling of device_cuda.cu in a build without a CUDA toolkit.
+// Replaces device_cuda.cu in a build without a CUDA toolkit.
 #include "device.h"
 
 namespace fastcssl::device {

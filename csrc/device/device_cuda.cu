@@ -34,7 +34,7 @@ CudaStatus cuda_status() {
   int sum = 0;
   if (error == cudaSuccess && status.num_devices > 0) error = launch_and_sum(&sum);
   if (error != cudaSuccess) {
-    cudaGetLastError();  // a later call must not inherit it
+    cudaGetLastError();  // clears the error, so that a later call does not report it
     status.problem = cudaGetErrorString(error);
   } else if (status.num_devices == 0) {
     status.problem = "no CUDA device is visible";

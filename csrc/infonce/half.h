@@ -1,4 +1,4 @@
-// float16 and bfloat16 from and to float32, one number at a time, rounded to the nearest (ties to even).
+// Converts single numbers between float32 and float16 or bfloat16, rounding to the nearest (ties to even).
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ inline float float_of_bfloat(std::uint16_t half) { return as_float(std::uint32_t
 
 inline float float_of_half(std::uint16_t half) {
   const std::uint32_t sign = std::uint32_t{half & 0x8000u} << 16, magnitude = half & 0x7fffu;
-  if (magnitude >= 0x7c00) return as_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);  // inf, not a number
-  // The exponent is 112 too small, which a product puts right for subnormal numbers too.
+  if (magnitude >= 0x7c00) return as_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);  // infinity or NaN
+  // The exponent is 112 too small. A product corrects it, also for subnormal numbers.
   return as_float(sign | as_bits(as_float(magnitude << 13) * 0x1p112f));
 }
 

@@ -1,5 +1,6 @@
-// infonce_kernel.h for AVX2, FMA and F16C. The pragma follows the standard headers and everything below is in an
-// anonymous namespace, so that no function shared with other files is compiled for instructions that may be missing.
+// Compiles infonce_kernel.h for AVX2, FMA and F16C. The pragma follows the standard headers, and everything below is in
+// an anonymous namespace. Therefore no function that other files share is compiled for instructions that may be
+// missing.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +17,7 @@
 #endif
 
 #include "vector_avx2.h"
-// After the vector layer.
+// This must follow the vector layer.
 #include "infonce_kernel.h"
 
 namespace fastcssl::infonce {
@@ -32,7 +33,7 @@ void sweep_avx2(const Sweep& sweep) { run(sweep); }
 
 namespace fastcssl::infonce {
 
-// Never chosen: infonce_cpu.cpp asks the processor first.
+// Never called, because infonce_cpu.cpp checks the processor first.
 void sweep_avx2(const Sweep&) {}
 
 }  // namespace fastcssl::infonce

@@ -1,5 +1,6 @@
-// infonce_kernel.h for AVX-512 F, BW, DQ and VL. The pragma follows the standard headers and everything below is in an
-// anonymous namespace, so that no function shared with other files is compiled for instructions that may be missing.
+// Compiles infonce_kernel.h for AVX-512 F, BW, DQ and VL. The pragma follows the standard headers, and everything below
+// is in an anonymous namespace. Therefore no function that other files share is compiled for instructions that may be
+// missing.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -13,14 +14,14 @@
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
                              apply_to = function)
 #else
-// GCC 12 warns of its own intrinsics, which leave a masked-out operand undefined (GCC bug 105593).
+// GCC 12 warns about its own intrinsics, which leave a masked-out operand undefined (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
 
 #include "vector_avx512.h"
-// After the vector layer.
+// This must follow the vector layer.
 #include "infonce_kernel.h"
 
 namespace fastcssl::infonce {
@@ -36,7 +37,7 @@ void sweep_avx512(const Sweep& sweep) { run(sweep); }
 
 namespace fastcssl::infonce {
 
-// Never chosen: infonce_cpu.cpp asks the processor first.
+// Never called, because infonce_cpu.cpp checks the processor first.
 void sweep_avx512(const Sweep&) {}
 
 }  // namespace fastcssl::infonce

@@ -1,4 +1,4 @@
-// What a block of the sweep has: its arguments, its shared memory, its share of the banks, the copies it starts.
+// A block of the sweep: its arguments, its shared memory, its share of the banks, and the copies that it starts.
 #pragma once
 
 #include <cmath>
@@ -20,28 +20,29 @@ struct Sweep {
   std::int64_t num_rows;  // M
   int dim;                // D
   int num_banks;
-  float* sums_SMD;     // S splits of all launches
-  float2* weights_MS;  // reference, and the sum of weights; 0: no key seen, then there are no sums
-  int num_splits;      // of this launch
-  int first_split;     // its place among all of them
+  float* sums_SMD;     // for the S splits of all launches
+  float2* weights_MS;  // reference and sum of weights; if the sum is 0, no key was seen and there are no sums
+  int num_splits;      // in this launch
+  int first_split;     // the position of the launch's first split among all splits
   int all_splits;      // S
   BankView banks[kMaxBanks];
 };
 
-// The tiles of one bank that a block has.
+// The tiles of one bank that a block processes.
 struct Segment {
   const unsigned char* keys_KD;
   std::int64_t first_key;
-  int num_tiles, last_keys;  // all tiles are full, but for the last one
+  int num_tiles, last_keys;  // all tiles are full except the last one
 };
-static_assert(sizeof(Segment) == kSegmentBytes, "the table of tiles");
+static_assert(sizeof(Segment) == kSegmentBytes, "the table of tiles must agree");
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kNone = -1e30f;  // the reference before the first key; finite, so that its differences are numbers
-// Weights lie below 2^15, and the largest one is at least 2^11 when the reference moves: float16 then has them to 2^-36
-// of the largest.
+constexpr float kNone = -1e30f;  // the reference before the first key; finite, so that its differences are not NaN
+// Weights are below 2^15, and the largest one is at least 2^11 when the reference moves. float16 then represents
+// weights down to 2^-36 of the largest.
 constexpr float kHead = 11.0f, kLimit = 15.0f;
-// Queries are scaled by a power of two to a largest number in 2^10 .. 2^11, which float16 holds and splits well.
+// Queries are scaled by a power of two so that their largest number is in 2^10 .. 2^11, which float16 represents well,
+// also as a sum of two numbers.
 constexpr int kQueryExponent = 10;
 
 __device__ inline float warp_max(float value) {
@@ -74,23 +75,23 @@ struct SweepBlock {
   static constexpr int kGroups = kDim / kKeyTile / Math::kGroup;
   static constexpr bool kExactSums = kExact;
   static constexpr bool kSumsApart = sums_apart(kExact, kDim);
-  static constexpr int kUnrolledSteps = kExact ? 2 : kSteps;  // split operands take the registers of more
+  static constexpr int kUnrolledSteps = kExact ? 2 : kSteps;  // split operands leave no registers for more
   static constexpr int kSharedBytes = static_cast<int>(sweep_shared_bytes(kTile, sizeof(T), kExact));
   static constexpr int kLoadRows = kThreads / kRowChunks;  // keys that the block copies at a time
   static constexpr int kLoads = kKeys / kLoadRows;
-  static_assert((kLoadRows & (kLoadRows - 1)) == 0, "keys a power of two on differ by one exclusive or");
-  static_assert(kRowChunks >= 8 && kThreads % kRowChunks == 0 && kKeys % kLoadRows == 0, "whole rows a pass");
+  static_assert((kLoadRows & (kLoadRows - 1)) == 0, "keys a power of two apart differ by one exclusive or");
+  static_assert(kRowChunks >= 8 && kThreads % kRowChunks == 0 && kKeys % kLoadRows == 0, "whole rows per pass");
   static_assert(kKeys % (2 * kKeyTile) == 0 && kKeys % Math::kDepth == 0 && kStages >= 2, "whole products");
-  static_assert(kQueryBytes == kBlockRows * kDim * query_bytes(sizeof(T), kExact), "the table of tiles");
-  static_assert(kSharedBytes <= static_cast<int>(kLeastSharedBytes), "every architecture");
-  static_assert(kBlockRows * static_cast<int>(sizeof(float)) <= kStageBytes, "factors in the first stage");
-  static_assert(kRowBytes <= 1024, "rows are no longer than the alignment of shared memory");
+  static_assert(kQueryBytes == kBlockRows * kDim * query_bytes(sizeof(T), kExact), "the table of tiles must agree");
+  static_assert(kSharedBytes <= static_cast<int>(kLeastSharedBytes), "must fit on every architecture");
+  static_assert(kBlockRows * static_cast<int>(sizeof(float)) <= kStageBytes, "factors must fit into the first stage");
+  static_assert(kRowBytes <= 1024, "rows must not be longer than the alignment of shared memory");
 
   const Sweep& sweep;
   unsigned char* const stages;
   unsigned char* const queries;
-  Segment* const segments;  // of each bank
-  float* const factors;     // of each row's logits, to the base 2; in the first stage, until the first copy
+  Segment* const segments;  // one per bank
+  float* const factors;     // scale each row's logits to base 2; in the first stage, until the first copy
   const unsigned stages_address;
 
   __device__ SweepBlock(const Sweep& arguments, unsigned char* shared)
@@ -103,10 +104,10 @@ struct SweepBlock {
 
   __device__ static std::int64_t first_row() { return static_cast<std::int64_t>(blockIdx.x) * kBlockRows; }
 
-  // A warp a row. Rows after the last are zeros.
+  // Each warp loads one row at a time. Rows past the last one are zeros.
   __device__ void load_queries() const {
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-#pragma unroll(1024 / kDim)  // so many that their loads hide each other's latency
+#pragma unroll(1024 / kDim)  // enough for the loads to hide each other's latency
     for (int i_row = 0; i_row < kBlockRows / kTile.warps; ++i_row) {
       const int row = warp + i_row * kTile.warps;
       const bool inside = first_row() + row < sweep.num_rows;
@@ -131,7 +132,7 @@ struct SweepBlock {
     }
   }
 
-  // Of the tiles of all banks together, split i of n has those from i / n to (i + 1) / n. A thread a bank.
+  // Split i of n gets the share from i / n to (i + 1) / n of the tiles of all banks. One thread handles one bank.
   __device__ void cut_segments() const {
     const int mine = static_cast<int>(threadIdx.x);
     if (mine >= sweep.num_banks) return;
@@ -153,13 +154,13 @@ struct SweepBlock {
                       first < last ? static_cast<int>(last - first) : 0, rest < kKeys ? static_cast<int>(rest) : kKeys};
   }
 
-  // Where this thread's copies of a tile begin; each next one is kLoadRows keys on.
+  // Returns the offset of this thread's first copy in a tile. The next ones are kLoadRows keys apart.
   __device__ int load_offset() const {
     const int thread = fresh_thread(), key = thread / kRowChunks, chunk = thread % kRowChunks;
     return key * sweep.dim * static_cast<int>(sizeof(T)) + chunk * kChunkBytes;
   }
 
-  // Starts the copies of one tile with `count` keys; zeros after them and after column D.
+  // Starts the copies of one tile with `count` keys. The rest, and columns from D on, become zeros.
   __device__ void load_keys(int stage, const unsigned char* source, int count) const {
     const int thread = fresh_thread(), key = thread / kRowChunks, chunk = thread % kRowChunks;
     const int row_bytes = sweep.dim * static_cast<int>(sizeof(T));
@@ -168,7 +169,7 @@ struct SweepBlock {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const bool inside = column_inside && key + i * kLoadRows < count;
-      // The place of key + i kLoadRows, from that of the thread's first key.
+      // The address of key + i kLoadRows, computed from that of the thread's first key.
       const unsigned moved = (target ^ static_cast<unsigned>(i * kLoadRows % 8 * kChunkBytes)) +
                              static_cast<unsigned>(i * kLoadRows * kRowBytes);
       copy_async(moved, inside ? source + i * kLoadRows * row_bytes : sweep.banks[0].rows_KD, inside);

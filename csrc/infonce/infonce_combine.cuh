@@ -1,4 +1,4 @@
-// Splits, positive and rows become loss and gradients: one block a row, every sum in a fixed order.
+// Combines the splits and the positives into losses and gradients, one block per row. Every sum has a fixed order.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ struct Combine {
 };
 
 constexpr int kCombineThreads = kCombineWarps * kWarp;
-static_assert(kCombineThreads >= kMaxDim, "a column a thread");
+static_assert(kCombineThreads >= kMaxDim, "one column per thread");
 constexpr float kLn2 = 0.6931471805599453f;
 
 struct CombineShared {
@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(kCombineThreads) combine_splits(const __grid_c
   }
   reference = warp_max(reference);
 
-  // A warp has every eighth split, a lane eight columns.
+  // Each warp handles every eighth split, each lane eight columns.
   constexpr int kRuns = kMaxDim / (kWarp * 4);
   float4 sums[kRuns] = {};
   float weight = 0.0f;
   for (int split = warp; split < num_splits; split += kCombineWarps) {
     const float2 found = weights_S[split];
-    if (found.y == 0.0f) continue;  // nothing was written
+    if (found.y == 0.0f) continue;  // the split wrote no sums
     const float scale = power_of_two(found.x - reference);
     weight += found.y * scale;
     const float* sums_D = combine.sums_SMD + (split * combine.num_rows + row) * dim;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_splits(const __grid_c
     shared.weights[warp] = weight;
     shared.products[warp] = product;
   }
-  __syncthreads();  // what each warp found
+  __syncthreads();  // the results of all warps are written
 
   float total = 0.0f, logit = 0.0f;
 #pragma unroll
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_splits(const __grid_c
     total += shared.weights[w];
     logit += shared.products[w];
   }
-  // The positive's share of the gradient is 1 without it in the denominator, 1 - its probability with it.
+  // The gradient's weight is 1 without the positive in the denominator, and 1 - the positive's probability with it.
   const bool sees = total != 0.0f;
   const float excess = (reference + log2f(total)) * kLn2 - logit;
   const float small = expf(-fabsf(excess));

@@ -1,4 +1,5 @@
-// InfoNCE on the CPU: rows into panels, banks into parts, parts into results; the choice of the instruction set.
+// InfoNCE on the CPU: divides rows into panels and banks into parts, combines the parts, and chooses the instruction
+// set.
 #include "infonce/infonce_cpu.h"
 
 #include <algorithm>
@@ -49,7 +50,7 @@ Floats floats(std::int64_t count) {
   return Floats(static_cast<float*>(::operator new(bytes, std::align_val_t{64})));
 }
 
-// As wide as they may be, but never one narrow panel after wide ones: it would use the registers badly.
+// Makes panels as wide as possible, but avoids a panel of width 1 after wide ones, which would use the registers badly.
 std::vector<Panel> panels_of(std::int64_t num_rows, const Isa& isa) {
   std::vector<Panel> panels;
   std::int64_t left = (num_rows + isa.lanes - 1) / isa.lanes, first = 0;
@@ -75,7 +76,7 @@ std::vector<Span> visible(const Bank* banks, int num_banks) {
 
 std::int64_t tiles_of(const Span& span) { return (span.count + kTileKeys - 1) / kTileKeys; }
 
-// Tiles first .. last - 1 of all spans.
+// Returns tiles first .. last - 1 of all spans.
 std::vector<Span> part_of(const std::vector<Span>& spans, std::int64_t dim, std::int64_t first, std::int64_t last) {
   std::vector<Span> out;
   for (const Span& span : spans) {
@@ -90,10 +91,11 @@ std::vector<Span> part_of(const std::vector<Span>& spans, std::int64_t dim, std:
   return out;
 }
 
-// More parts than threads, so that one which is held up does not hold up all; but each part has sums of its own.
+// Returns more parts than threads, so that a slow thread does not delay the others, but not many, because each part
+// needs its own sums.
 int parts_for(int num_threads) { return num_threads <= 1 ? 1 : std::max(num_threads, std::min(4 * num_threads, 16)); }
 
-// What one part of the banks gave.
+// The result of one part of the banks.
 struct Part {
   Floats shift, total, weighted;
 };
@@ -120,7 +122,7 @@ class Job {
   int num_panels() const { return static_cast<int>(panels_.size()); }
   int num_parts() const { return static_cast<int>(parts_.size()); }
 
-  // The rows of a panel, transposed; rows past the last are zero.
+  // Transposes the rows of a panel. Rows past the last one are zero.
   void pack(int number) {
     const Panel& panel = panels_[static_cast<std::size_t>(number)];
     const std::int64_t width = std::int64_t{panel.width} * isa_.lanes;
@@ -156,7 +158,7 @@ class Job {
       widened = floats(kTileKeys * dim_);
     }
     sweep.widened = widened.get();
-    // As many rows at a time as the second cache holds with what they sum up.
+    // Takes as many rows at a time as fit into the second-level cache together with their sums.
     const std::int64_t floats_each = std::max<std::int64_t>(1, dim_ * widest);
     const auto group = static_cast<std::size_t>(std::max<std::int64_t>(1, kGroupFloats / floats_each));
     for (std::size_t first = 0; first < panels_.size(); first += group) {
@@ -166,7 +168,7 @@ class Job {
     }
   }
 
-  // The rows of a panel, from what the parts gave.
+  // Computes the results for the rows of a panel from all parts.
   void finish(int number) {
     const Panel& panel = panels_[static_cast<std::size_t>(number)];
     const std::int64_t width = std::int64_t{panel.width} * isa_.lanes;
@@ -218,7 +220,7 @@ class Job {
   const Result& result_;
   std::int64_t dim_;
   std::vector<Panel> panels_;
-  std::int64_t padded_;  // rows
+  std::int64_t padded_;  // the number of rows with padding
   std::vector<Span> spans_;
   std::int64_t num_tiles_ = 0;
   Floats queries_;

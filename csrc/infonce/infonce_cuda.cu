@@ -1,9 +1,9 @@
-// InfoNCE and its rings on the GPU. A call is
+// InfoNCE and its rings on the GPU. A call launches
 //   sweep_banks     for each type of bank: partial sums of each row over a share of the keys
-//   combine_splits  partial sums, positives: loss and gradients
-// and then, where keys are enqueued, write_keys and move_pointers. Every sum has a fixed order, so that the same input
-// gives the same bits on one architecture. How much of a ring is filled, and where it goes on, is known on the device
-// alone. Nothing is allocated, nothing waits for the device: a CUDA graph can capture it.
+//   combine_splits  computes losses and gradients from the partial sums and the positives
+// and, if keys are enqueued, write_keys and move_pointers. Every sum has a fixed order, so the same input gives the
+// same bits on one architecture. Only the device knows how much of a ring is filled and where the next key goes. The
+// code allocates nothing and does not wait for the device, so a CUDA graph can capture it.
 #include "infonce.h"
 
 #include <cuda_runtime.h>
@@ -23,14 +23,14 @@ namespace {
 using namespace gpu;
 
 constexpr int kMaxGridY = 65535;
-constexpr int kMinSplitTiles = 4;        // a split of fewer costs more to combine than it saves
-constexpr double kEnoughOfWaves = 0.95;  // of the best filling of multiprocessors that any number of splits gives
+constexpr int kMinSplitTiles = 4;        // a smaller split costs more to combine than it saves
+constexpr double kEnoughOfWaves = 0.95;  // share of the best possible use of the multiprocessors that is good enough
 
 std::int64_t divide_up(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
 
 using SweepKernel = void (*)(Sweep);
 
-// One launch: some banks of one type, the kernel for them, and the splits it takes.
+// One launch: some banks of one type, the kernel for them, and the number of splits.
 struct Launch {
   SweepKernel kernel = nullptr;
   Tile tile{};
@@ -76,7 +76,7 @@ void choose_kernel(Launch& launch, Type type, Precision precision, const Rows& r
   }
 }
 
-// The fewest splits that fill the device's multiprocessors, wave by wave, about as well as any number does.
+// Returns the fewest splits that use the device's multiprocessors, wave by wave, about as well as any number of splits.
 int best_splits(std::int64_t row_blocks, std::int64_t slots, std::int64_t least, std::int64_t most) {
   const auto filling = [&](std::int64_t splits) {
     const std::int64_t blocks = row_blocks * splits;
@@ -96,7 +96,7 @@ struct Plan {
   std::int64_t all_splits = 0;
 };
 
-// The same plan for the workspace and for the launches: it depends on the shapes and on the current device only.
+// Makes the plan for the workspace and for the launches. It depends only on the shapes and on the current device.
 cudaError_t make_plan(const Rows& rows, const Bank* banks, int num_banks, Precision precision, Plan& plan) {
   if (!infonce_cuda_takes(rows.dim) || rows.num_rows < 0 || rows.num_rows > INT_MAX || num_banks < 0) {
     return cudaErrorInvalidValue;
@@ -186,7 +186,7 @@ int infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision p
       sweep.banks[b] = {static_cast<const unsigned char*>(bank.rows_KD), bank.num_rows, bank.filled};
     }
     first_split += launch.num_splits;
-    // Row blocks are neighbours in the grid: those that run together read the same keys, once from memory.
+    // Row blocks are neighbours in the grid, so blocks that run together read the same keys from memory only once.
     const dim3 grid(static_cast<unsigned>(divide_up(rows.num_rows, launch.tile.rows())),
                     static_cast<unsigned>(launch.num_splits));
     const unsigned threads = static_cast<unsigned>(launch.tile.threads());

@@ -1,4 +1,4 @@
-// Keys into rings: a warp a key, then, when all are written, a thread a ring moves its pointer.
+// Writes keys into rings, one warp per key. After all keys are written, one thread per ring moves its pointer.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,9 +18,9 @@ struct Rings {
 };
 
 constexpr int kEnqueueThreads = kEnqueueWarps * kWarp;
-constexpr float kLeastLength = 1e-12f;  // as torch.nn.functional.normalize has it
+constexpr float kLeastLength = 1e-12f;  // as in torch.nn.functional.normalize
 
-// A pointer that a checkpoint or a caller left outside of the ring still means a row of it.
+// Returns the ring's row for a pointer, even if a checkpoint or a caller left the pointer outside the ring.
 __device__ inline std::int64_t ring_row(std::int64_t at, std::int64_t num_rows) {
   const std::int64_t row = at % num_rows;
   return row < 0 ? row + num_rows : row;
@@ -43,7 +43,7 @@ __device__ inline void store_as(Type type, void* rows_KD, std::int64_t at, float
 __global__ void __launch_bounds__(kEnqueueThreads) write_keys(const __grid_constant__ Rings rings, int dim) {
   const Ring& ring = rings.rings[blockIdx.y];
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  // Of more keys than rows, the first would be overwritten: they are not written at all.
+  // If there are more keys than rows, the first keys would be overwritten, so they are not written.
   const std::int64_t skipped = ring.num_keys > ring.num_rows ? ring.num_keys - ring.num_rows : 0;
   const std::int64_t key = skipped + static_cast<std::int64_t>(blockIdx.x) * kEnqueueWarps + threadIdx.x / kWarp;
   if (key >= ring.num_keys || ring.num_rows == 0) return;

@@ -1,4 +1,4 @@
-// The instructions that CUDA C++ has no name for, one function each. The emulator defines the same functions.
+// One function for each instruction that CUDA C++ has no name for. The emulator defines the same functions.
 #pragma once
 
 #if defined(FASTCSSL_EMULATOR)
@@ -11,13 +11,14 @@ namespace fastcssl::infonce::gpu {
 
 // ---- asynchronous copies, global to shared --------------------------------------------------------------------------
 
-// 16 bytes, or 16 zeros: then `source` is not read.
+// Copies 16 bytes, or writes 16 zeros without reading `source`.
 __device__ inline void copy_async(unsigned target, const void* source, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(inside ? 16 : 0)
                : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// This thread's copies have arrived, but for the last kPending groups; others see them after a barrier.
+// Waits until this thread's copies have arrived, except for the last kPending groups. Other threads see them after a
+// barrier.
 template <int kPending>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -29,14 +30,14 @@ __device__ inline unsigned shared_address(const void* pointer) {
 
 // ---- four 8 x 8 matrices of 16 bits; lane i has the address of row i % 8 of matrix i / 8 ----------------------------
 
-// Lane i gets columns 2 (i % 4) and the next of row i / 4.
+// Lane i gets columns 2 (i % 4) and 2 (i % 4) + 1 of row i / 4.
 __device__ inline void load_matrices(unsigned (&out)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(address)
                : "memory");
 }
-// Lane i gets rows 2 (i % 4) and the next of column i / 4.
+// Lane i gets rows 2 (i % 4) and 2 (i % 4) + 1 of column i / 4.
 __device__ inline void load_matrices_transposed(unsigned (&out)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -57,7 +58,8 @@ FASTCSSL_MULTIPLY(multiply_bfloat16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16
 FASTCSSL_MULTIPLY(multiply_tf32, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32")
 #undef FASTCSSL_MULTIPLY
 
-// threadIdx.x, asked for anew: what follows from it is computed again, not kept in registers that the sums need.
+// Reads threadIdx.x again, so that the compiler recomputes values that depend on it instead of keeping them in
+// registers that the sums need.
 __device__ inline int fresh_thread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -67,14 +69,14 @@ __device__ inline int fresh_thread() {
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
-// To TF32, to nearest: left alone, the tensor core would cut the last 13 bits off.
+// Rounds to the nearest TF32 number. Otherwise the tensor core would cut off the last 13 bits.
 __device__ inline unsigned round_to_tf32(float value) {
   unsigned out;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(value));
   return out;
 }
 
-// 2^x, by the special function unit: two units in the last place; 0 for -inf.
+// Returns 2^x from the special function unit, to two units in the last place, and 0 for -inf.
 __device__ inline float power_of_two(float x) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));

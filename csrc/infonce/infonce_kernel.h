@@ -1,14 +1,14 @@
-// One thread's sweep over its part of the banks, for the vector layer included before it. Everything is in an anonymous
-// namespace: each instruction set has its own copy.
+// One thread's sweep over its part of the banks, in terms of a vector layer that must be included before this file.
+// Everything is in an anonymous namespace, so each instruction set has its own copy.
 //
-// It is attention with values = keys. A vector holds one number for each of several rows, so that keys are only ever
-// broadcast, from where they lie: nothing of a bank is copied or transposed. For each tile of keys and panel of rows
+// The sweep is attention with values = keys. A vector holds one number for each of several rows, and keys are broadcast
+// directly from the bank, so nothing of a bank is copied or transposed. For each tile of keys and panel of rows
 //
-//     softmax[j, rows] = 2^(log2(e) sum_d key[j, d] queries[d, rows] - shift[rows])     kept in the first cache
+//     softmax[j, rows] = 2^(log2(e) sum_d key[j, d] queries[d, rows] - shift[rows])     kept in the L1 cache
 //     weighted[d, rows] += sum_j key[j, d] softmax[j, rows]
 //
-// The shift is near the largest logit so far: it is raised, and what was summed scaled, only when a logit exceeds it by
-// `kHeadroom`, which after the first few keys is rare.
+// The shift is near the largest logit so far. It is raised, and the sums are scaled, only when a logit exceeds it by
+// `kHeadroom`, which is rare after the first few keys.
 #pragma once
 
 #include <cmath>
@@ -22,7 +22,8 @@ namespace {
 constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 constexpr float kHeadroom = 24.0f;  // in powers of two
 
-// 2^x for x <= 127. Below -100 it is 2^-100: nothing beside the largest term, and no subnormal numbers, which are slow.
+// Returns 2^x for x <= 127. Below -100 it returns 2^-100, which is negligible beside the largest term and avoids slow
+// subnormal numbers.
 FASTCSSL_INLINE F exp2(F x) {
   const F magic = set1(12582912.0f);  // 1.5 x 2^23
   x = max(set1(-100.0f), x);
@@ -38,11 +39,11 @@ FASTCSSL_INLINE F exp2(F x) {
   return add_exponent(p, whole);
 }
 
-// A panel in a Sweep, and a tile of keys.
+// A panel of a Sweep and a tile of keys.
 struct Work {
   const float* queries;
   const float* keys;
-  const char* ahead;  // what is swept next, to be fetched meanwhile
+  const char* ahead;  // the keys that are swept next, to be prefetched
   std::int64_t dim;
   int num_keys;
   float* shift;
@@ -50,10 +51,11 @@ struct Work {
   float* total;
   float* weighted;  // or null
   float* softmax;
-  const float* own;  // the key of this tile that a row does not see; null: each sees all
+  const float* own;  // the key of this tile that each row does not see; null: rows see all keys
 };
 
-// Logits `top` of keys from `done` on exceed the limit. `factor` is what everything summed so far was scaled by.
+// Raises the shift, because the logits `top` of keys from `done` on exceed the limit. Scales everything summed so far,
+// and returns the scale in `factor`.
 template <int W>
 __attribute__((noinline)) void raise(const Work& work, int done, const float* top, float* factor) {
   constexpr int kRows = W * kLanes;
@@ -62,7 +64,7 @@ __attribute__((noinline)) void raise(const Work& work, int done, const float* to
     const F shift = if_above(peak, load(work.limit + w), mul(peak, set1(kLog2e)), before);
     store(work.shift + w, shift);
     store(work.limit + w, mul(add(shift, set1(kHeadroom)), set1(kLn2)));
-    // A row that saw no key yet has nothing to scale.
+    // A row that has not seen a key yet has nothing to scale.
     F scale = if_equal(before, shift, set1(1.0f), exp2(sub(before, shift)));
     scale = if_above(before, set1(-std::numeric_limits<float>::infinity()), scale, set1(0.0f));
     store(factor + w, scale);
@@ -80,7 +82,7 @@ __attribute__((noinline)) void raise(const Work& work, int done, const float* to
   scale_all(work.weighted, work.dim);
 }
 
-// R keys from number `first` of the tile on: their softmax, added to `sum` too.
+// Computes the softmax of R keys of the tile from number `first` on, and adds it to `sum`.
 template <int R, int W, bool kOwn>
 FASTCSSL_INLINE void softmax_of(const Work& work, int first, F (&sum)[W]) {
   constexpr int kRows = W * kLanes;
@@ -151,7 +153,7 @@ FASTCSSL_INLINE void softmax_of(const Work& work, int first, F (&sum)[W]) {
   }
 }
 
-// weighted[d, rows] for R dimensions from `first` on.
+// Adds to weighted[d, rows] for R dimensions from `first` on.
 template <int R, int W>
 FASTCSSL_INLINE void add_weighted(const Work& work, std::int64_t first) {
   constexpr int kRows = W * kLanes;

@@ -1,4 +1,5 @@
-// InfoNCE and the rings as operators, through torch's stable ABI: tensors are checked here, the kernels take pointers.
+// Registers InfoNCE and the rings as operators through torch's stable ABI. This file checks tensors; kernels take
+// pointers.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -47,7 +48,7 @@ const std::int64_t* number_in(const char* op, const char* name, const Tensor& te
   return static_cast<const std::int64_t*>(tensor.const_data_ptr());
 }
 
-// What the kernels read, and the tensors that keep it alive.
+// The arguments that the kernels read, and the tensors that keep them alive.
 struct Reading {
   infonce::Rows rows{};
   std::vector<infonce::Bank> banks;
@@ -97,7 +98,7 @@ struct Reading {
   Tensor like_;
 };
 
-// What the kernels write.
+// The rings that the kernels write.
 struct Writing {
   std::vector<infonce::Ring> rings;
   int dim = 0;
@@ -130,7 +131,7 @@ struct Writing {
   }
 };
 
-// Losses and the gradients that are wanted; the others are empty.
+// Allocates the losses and the wanted gradients. The other gradients are empty.
 Swept results(const Tensor& like, const std::vector<bool>& wanted) {
   if (wanted.size() != 2) refuse("info_nce_sweep: wanted must have 2 values, for scaled and for positive");
   const std::vector<std::int64_t> rows{like.size(0)}, shape{like.size(0), like.size(1)}, none{0};
@@ -200,7 +201,7 @@ void enqueue_cpu(Tensors rings, Tensors pointers, Tensors filled, Tensors keys, 
   infonce::enqueue_cpu(write.rings.data(), static_cast<int>(write.rings.size()), write.dim);
 }
 
-// ---- CUDA: on the current stream of the tensors' device, without waiting for it.
+// ---- CUDA: runs on the current stream of the tensors' device without waiting for it.
 
 #ifdef FASTCSSL_WITH_CUDA
 Swept run_cuda(const char* op, const Tensor& scaled, const Reading& read, const std::vector<bool>& wanted, bool exact,
@@ -212,7 +213,7 @@ Swept run_cuda(const char* op, const Tensor& scaled, const Reading& read, const 
   if (read.rows.num_rows == 0) return out;
   const auto precision = exact ? infonce::Precision::tf32x3 : infonce::Precision::tf32;
   const auto num_banks = static_cast<int>(read.banks.size());
-  // Freed when this returns: the caching allocator hands it on to later work of the same stream only.
+  // Freed when this function returns. The caching allocator reuses it only for later work of the same stream.
   const std::vector<std::int64_t> workspace_size{static_cast<std::int64_t>(
       infonce::infonce_cuda_workspace_bytes(read.rows, read.banks.data(), num_banks, precision))};
   Tensor workspace = torch::stable::empty(workspace_size, ScalarType::Byte, std::nullopt, scaled.device());
@@ -260,7 +261,7 @@ void enqueue_cuda(Tensors rings, Tensors pointers, Tensors filled, Tensors keys,
 }
 #endif
 
-// Which instruction set the CPU uses. A name chooses one, for tests; "auto" takes the choice back; "" only asks.
+// Returns the instruction set that the CPU path uses. For tests, a name chooses one and "auto" undoes the choice.
 std::string info_nce_isa(std::string choose) {
   if (choose == "auto") {
     infonce::infonce_force_isa(nullptr);

@@ -1,14 +1,15 @@
-// Operands of the two tensor-core products of a sweep, for each type of bank, and where they lie in shared memory.
+// The operands of a sweep's two tensor-core products, for each type of bank, and their places in shared memory.
 //
 //     logits = queries keys^T        contraction over columns, kDepth at a time
 //     means += weights keys          contraction over keys, kDepth at a time
 //
-// Rows (queries, weights) are the left operand, keys the right one, both times from one copy of the tile. With g =
-// lane / 4 and t = lane % 4, a lane holds of a 16 x 8 result rows g and g + 8 of columns 2t and 2t + 1.
+// Rows (queries or weights) are the left operand and keys the right one. Both products use the same copy of the tile.
+// With g = lane / 4 and t = lane % 4, a lane holds rows g and g + 8 of columns 2t and 2t + 1 of a 16 x 8 result.
 //
-// A key tile is [key][column] in chunks of 16 bytes; chunk c of key k is at place c ^ (k % 8) of its row. That leaves
-// no bank conflict, whether eight lanes read one chunk of eight keys or two neighbouring chunks of four keys.
-// Queries lie in the order in which lanes want them, 16 bytes a lane: no conflict either, and nothing to compute.
+// A key tile is [key][column] in chunks of 16 bytes. Chunk c of key k is at place c ^ (k % 8) of its row. This avoids
+// bank conflicts both when eight lanes read one chunk of eight keys and when they read two neighbouring chunks of four
+// keys. Queries are stored in the order in which lanes need them, 16 bytes per lane, which needs no address arithmetic
+// and avoids conflicts too.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,9 +29,9 @@ __device__ constexpr unsigned place(int key, int chunk) {
   return static_cast<unsigned>(key * kRowBytes + ((chunk ^ (key & 7)) * kChunkBytes));
 }
 
-// From the place of chunk 0 or 1 to that of the same chunk of pair `index`: to be xored to an address, tiles being
-// aligned to a row and more. (Xored to the place, before the address of the stage is added, it would be a constant of
-// the thread for each pair, and the compiler would keep all of them in registers.)
+// Returns the bits that turn the address of chunk 0 or 1 into that of the same chunk of pair `index` by exclusive or.
+// This works on addresses because tiles are aligned to at least a row. (Applied to the place, before the address of the
+// stage is added, it would give a constant per thread and pair, and the compiler would keep all of them in registers.)
 __device__ constexpr unsigned chunk_pair(int index) { return static_cast<unsigned>(index * 2 * kChunkBytes); }
 
 template <typename T>
@@ -38,7 +39,7 @@ struct Halves;
 
 template <>
 struct Halves<__half> {
-  static constexpr int kExactParts = 2;  // 11 bits each, and the queries are scaled to where that holds
+  static constexpr int kExactParts = 2;  // 11 bits each; the queries are scaled into the range where this holds
   __device__ static unsigned pack(float x, float y) {
     const __half2 pair = __floats2half2_rn(x, y);
     return *reinterpret_cast<const unsigned*>(&pair);
@@ -64,14 +65,14 @@ struct Halves<__nv_bfloat16> {
   }
 };
 
-// For banks of type T. kExact: what is not exact in T is a sum of several numbers of T.
+// Operands for banks of type T. With kExact, numbers that T cannot represent are sums of several numbers of T.
 template <typename T, bool kExact>
 struct Operands {
   using Half = Halves<T>;
   static constexpr int kDepth = 16;
   static constexpr int kParts = kExact ? Half::kExactParts : 1;
-  static constexpr int kGroup = 2;                        // column tiles that one load of `values` gives
-  static constexpr int kQueryFragments = kExact ? 2 : 1;  // of kFragmentBytes, for 16 rows x kDepth columns
+  static constexpr int kGroup = 2;                        // column tiles per load of `values`
+  static constexpr int kQueryFragments = kExact ? 2 : 1;  // each of kFragmentBytes, for 16 rows x kDepth columns
   struct Rows {
     unsigned part[kParts][4];
   };
@@ -79,7 +80,8 @@ struct Operands {
     unsigned bits[2];
   };
 
-  // A lane's eight numbers of a 16 x 16 left operand: pairs of columns, of rows g, g + 8, and again 8 columns on.
+  // Packs a lane's eight numbers of a 16 x 16 left operand: a pair of columns of rows g and g + 8, then the pair 8
+  // columns further.
   __device__ static Rows rows(const float (&x)[8]) {
     Rows out;
 #pragma unroll
@@ -100,7 +102,7 @@ struct Operands {
   }
   __device__ static Keys keys(unsigned first, unsigned second) { return {{first, second}}; }
 
-  // The small parts first: they would be lost in a large sum.
+  // Adds the small parts first, because they would be lost in a large sum.
   __device__ static void multiply(float (&sum)[4], const Rows& rows, const Keys& keys) {
 #pragma unroll
     for (int p = kParts - 1; p >= 0; --p) Half::multiply(sum, rows.part[p], keys.bits);
@@ -126,7 +128,7 @@ struct Operands {
     }
   }
 
-  // The right operand of the means: 16 keys from `key` on, of the 16 columns of a group.
+  // Loads the right operand of the means: 16 keys from `key` on, in the 16 columns of a group.
   template <int kRowBytes>
   __device__ static void values(Keys (&out)[kGroup], const unsigned char*, unsigned address, int key, int group,
                                 int lane) {
@@ -136,7 +138,7 @@ struct Operands {
     out[0] = {{bits[0], bits[1]}};
     out[1] = {{bits[2], bits[3]}};
   }
-  // A lane's results of a group are kRuns runs of neighbouring columns, of row g (half 0) and row g + 8 (half 1).
+  // A lane's results in a group are kRuns runs of neighbouring columns in row g (half 0) and row g + 8 (half 1).
   static constexpr int kRuns = 2;
   __device__ static int column(int group, int run, int t) { return group * 16 + run * 8 + t * 2; }
   __device__ static void store(float* target, const float (*sums)[4], int run, int half) {
@@ -144,8 +146,9 @@ struct Operands {
   }
 };
 
-// float32 banks. In `weights` x keys, contraction place t of eight keys is key 2t, place t + 4 key 2t + 1: then weights
-// are where the logits were, and a lane reads whole chunks. Of 32 columns, tile j has columns j, j + 4, j + 8, ...
+// Operands for float32 banks. In `weights` x keys, contraction place t of eight keys is key 2t, and place t + 4 is key
+// 2t + 1. Then the weights are where the logits were, and a lane reads whole chunks. Tile j of 32 columns has columns
+// j, j + 4, j + 8, ...
 template <bool kExact>
 struct Operands<float, kExact> {
   static constexpr int kDepth = 8;
@@ -165,7 +168,7 @@ struct Operands<float, kExact> {
     low = __float_as_uint(x - __uint_as_float(high));
   }
 
-  // A lane's four numbers of a 16 x 8 left operand: column t of rows g and g + 8, then column t + 4 of them.
+  // Packs a lane's four numbers of a 16 x 8 left operand: column t of rows g and g + 8, then column t + 4 of both.
   __device__ static Rows rows(const float (&x)[4]) {
     Rows out;
 #pragma unroll
@@ -216,7 +219,7 @@ struct Operands<float, kExact> {
     }
   }
 
-  // Eight keys from `key` on, of the 32 columns of a group.
+  // Loads eight keys from `key` on, in the 32 columns of a group.
   template <int kRowBytes>
   __device__ static void values(Keys (&out)[kGroup], const unsigned char* tile, unsigned, int key, int group,
                                 int lane) {

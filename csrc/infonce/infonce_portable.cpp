@@ -1,7 +1,7 @@
-// infonce_kernel.h for any processor.
+// Compiles infonce_kernel.h for any processor.
 #include "infonce/infonce_cpu.h"
 #include "vector_portable.h"
-// After the vector layer.
+// This must follow the vector layer.
 #include "infonce_kernel.h"
 
 namespace fastcssl::infonce {

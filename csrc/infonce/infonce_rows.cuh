@@ -1,4 +1,4 @@
-// What a warp of the sweep knows of its rows, and how a tile of keys adds to it.
+// The state of a warp's rows during the sweep, and how a tile of keys updates it.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace fastcssl::infonce::gpu {
 
-// What one warp knows of its rows.
+// The state of one warp's rows.
 template <typename Block>
 struct RowState {
   using Math = typename Block::Math;
@@ -26,12 +26,12 @@ struct RowState {
     }
   }
 
-  // Of the block; half 0 is row g of tile r, half 1 row g + 8.
+  // Returns the row in the block: row g of tile r for half 0, row g + 8 for half 1.
   __device__ static int row_of(int thread, int r, int half) {
     return (thread / kWarp * Block::kRowTiles + r) * kRowTile + half * 8 + thread % kWarp / 4;
   }
 
-  // One tile that has arrived in `stage`; its first key is row `first_key` of its bank, `count` keys are there.
+  // Adds a tile of `count` keys that has arrived in `stage`. Its first key is row `first_key` of its bank.
   __device__ void add_tile(const Block& block, int stage, std::int64_t first_key, int count) {
     constexpr int kRowTiles = Block::kRowTiles, kKeyTiles = Block::kKeyTiles;
     const unsigned char* tile = block.stages + stage * Block::kStageBytes;
@@ -85,8 +85,8 @@ struct RowState {
     }
   }
 
-  // Tensor cores truncate sums; where numbers are split, that would show, and the product is added by an instruction
-  // that rounds.
+  // Tensor cores truncate sums, which would reduce the accuracy of split numbers. Therefore their product is added by
+  // an instruction that rounds.
   __device__ static void add_product(float (&logits)[4], const typename Math::Rows& rows,
                                      const typename Math::Keys& keys) {
     if constexpr (Block::kExactSums) {
@@ -99,7 +99,7 @@ struct RowState {
     }
   }
 
-  // Keys past the bank's end and the row's own key get weight 0.
+  // Gives weight 0 to keys past the end of the bank and to each row's own key.
   __device__ void hide(const Block& block, std::int64_t first_key, int count,
                        float (&logits)[Block::kRowTiles][Block::kKeyTiles][4]) const {
     const int thread = fresh_thread();

@@ -1,8 +1,9 @@
-// One sweep over the banks: of each row, the sum of exp(logit) over the keys it sees and the so weighted sum of keys.
+// One sweep over the banks. For each row, it computes the sum of exp(logit) over the keys that the row sees, and the
+// sum of the keys with these weights.
 //
-// A block has some rows and, of all key tiles of the banks together, one share (a split): tiles come through a ring of
-// asynchronous copies and feed both products. Sums are relative to 2^reference; the reference follows the running
-// maximum only when it must, so that the sums are rarely scaled. What a split found is written for `combine`.
+// A block has some rows and one share (a split) of the key tiles of all banks. Tiles arrive through a ring of
+// asynchronous copies and are used by both products. Sums are relative to 2^reference. The reference follows the
+// running maximum only when necessary, so that the sums are rarely scaled. Each split writes its results for `combine`.
 #pragma once
 
 #include "../launch.cuh"
@@ -20,9 +21,9 @@ __global__ void __launch_bounds__(tile_of(sizeof(T), kExact, kDim, kFew).threads
   const Block block(sweep, shared);
   block.cut_segments();
   block.load_queries();
-  __syncthreads();  // segments and queries are whole
+  __syncthreads();  // segments and queries are complete
   RowState<Block> state(block);
-  // A warp whose rows are all past the end helps with the copies only.
+  // If all rows of a warp are past the end, the warp only helps with the copies.
   const bool works = block.first_row() + RowState<Block>::row_of(fresh_thread() / kWarp * kWarp, 0, 0) < sweep.num_rows;
   const int tile_bytes = Block::kKeys * sweep.dim * static_cast<int>(sizeof(T));
   for (int b = 0; b < sweep.num_banks; ++b) {
@@ -32,16 +33,16 @@ __global__ void __launch_bounds__(tile_of(sizeof(T), kExact, kDim, kFew).threads
     const auto keys_of = [&](int tile) { return tile + 1 < segment.num_tiles ? Block::kKeys : segment.last_keys; };
     const auto load = [&](int tile) {
       if (tile < segment.num_tiles) block.load_keys(load_stage, segment.keys_KD, keys_of(tile));
-      commit_copies();  // of nothing after the last tile, so that a group is always a tile
+      commit_copies();  // empty after the last tile, so that each group is one tile
       segment.keys_KD += tile_bytes;
       load_stage = load_stage + 1 < Block::kStages ? load_stage + 1 : 0;
     };
-    __syncthreads();  // the factors, or the tiles of the bank before, are done with
+    __syncthreads();  // the factors, or the tiles of the previous bank, are no longer needed
 #pragma unroll
     for (int i = 0; i < Block::kStages - 1; ++i) load(i);
     for (int tile = 0; tile < segment.num_tiles; ++tile) {
       wait_for_copies<Block::kStages - 2>();
-      __syncthreads();  // everybody's copies of this tile have arrived, and the tile before it is done with
+      __syncthreads();  // all copies of this tile have arrived, and the previous tile is no longer needed
       load(tile + Block::kStages - 1);
       if (works) state.add_tile(block, stage, segment.first_key, keys_of(tile));
       segment.first_key += Block::kKeys;

@@ -1,4 +1,4 @@
-// The vector layer of infonce_kernel.h for AVX2, FMA and F16C. vector_portable.h says what each operation means.
+// The vector layer of infonce_kernel.h for AVX2, FMA and F16C. vector_portable.h explains each operation.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// The vector layer of infonce_kernel.h for AVX-512 F, BW, DQ and VL. vector_portable.h says what each operation means.
+// The vector layer of infonce_kernel.h for AVX-512 F, BW, DQ and VL. vector_portable.h explains each operation.
 #pragma once
 
 #include <immintrin.h>

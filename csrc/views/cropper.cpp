@@ -38,9 +38,10 @@ void include(codec::Region& region, const float* box_4, const codec::Filter& fil
 
 }  // namespace fastcssl::views
 
-// For callers that have only a C interface, such as code that numba compiles: one JPEG -> its crops, in this thread.
-// box_V4: floats. target_V3: for each view its size in pixels, the address to write to, and its filter
-// (1 bicubic | 2 antialias | 4 stop at the box). 0: done; -1: damaged; -2: out of memory or a like failure.
+// Decodes a JPEG and writes its crops, in the calling thread. The C interface is for callers such as numba's code.
+// box_V4: floats. target_V3: for each view, its size in pixels, the address to write to, and its filter
+// (1 bicubic | 2 antialias | 4 stop at the box). Returns 0 if done, -1 if the JPEG is damaged, and -2 if memory ran out
+// or another exception was thrown.
 extern "C" __attribute__((visibility("default"))) std::int64_t fastcssl_crop_jpeg(
     std::int64_t jpeg, std::int64_t num_bytes, std::int64_t width, std::int64_t height, std::int64_t num_views,
     std::int64_t box_V4, std::int64_t target_V3) {

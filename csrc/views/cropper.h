@@ -1,4 +1,4 @@
-// Decode once, crop many: one thread's buffers and the two steps that turn a stored sample into crops.
+// Decodes a stored sample once and makes several crops of it, with the buffers of one thread.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@ namespace fastcssl::views {
 
 class Cropper {
  public:
-  // Decodes the part of a JPEG that the boxes need, see include() below.
+  // Decodes the region of a JPEG that the boxes need. See include() below.
   bool load_jpeg(codec::Bytes jpeg, int width, int height, const codec::Region& region, std::string& fault);
-  // Takes an image that is already pixels.
+  // Loads an image that is already decoded.
   void load_pixels(const std::uint8_t* rgb, int width, int height);
-  // A box of the loaded image, in pixels of the whole, as size_px x size_px x 3 bytes.
+  // Writes a box of the loaded image, given in pixels of the whole image, as size_px x size_px x 3 bytes.
   void crop(const float* box_4, const codec::Filter& filter, int size_px, std::uint8_t* out);
 
  private:
@@ -24,7 +24,7 @@ class Cropper {
   codec::Resizer resizer_;
 };
 
-// Grows `region` (begin with {width, height, 0, 0}) so that it holds what this view reads of a width x height image.
+// Extends `region` (initially {width, height, 0, 0}) by the pixels that this view reads of a width x height image.
 void include(codec::Region& region, const float* box_4, const codec::Filter& filter, int size_px, int width,
              int height);
 

@@ -17,9 +17,9 @@
 namespace fastcssl::views {
 namespace {
 
-// Small images are taken several at a time, so that the lock is not what threads wait for.
+// Threads take several small images at a time, so that they do not wait for the lock.
 constexpr std::size_t kMaxGrab = 8;
-// Of so many samples one is timed and stands for the others: reading the clock costs a percent of a small image.
+// One of this many samples is timed and represents the others: reading the clock costs 1 % of a small image.
 constexpr std::size_t kTimedEvery = 8;
 
 struct AlignedFree {
@@ -47,7 +47,7 @@ void read_ahead(const Shard& shard, std::size_t offset, std::size_t size) {
   ::madvise(const_cast<std::uint8_t*>(shard.data) + begin, std::min(offset + size, shard.size) - begin, MADV_WILLNEED);
 }
 
-// Reads a byte of every page, so that waiting for the disk is over, and timed, before decoding begins.
+// Reads one byte of every page, so that the wait for the disk ends, and is timed, before decoding begins.
 void touch(const std::uint8_t* data, std::size_t size) {
   static const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   for (std::size_t at = 0; at < size; at += page)
@@ -63,7 +63,7 @@ struct Engine::Worker {
   std::vector<std::uint8_t> crop;
   std::unique_ptr<void, AlignedFree> scratch;
   std::size_t scratch_bytes = 0;
-  StageSeconds spent;  // since it was last added to the engine's
+  StageSeconds spent;  // since it was last added to the engine's times
   std::chrono::steady_clock::time_point mark;
   std::size_t num_samples = 0;
   bool timed = false;
@@ -72,7 +72,7 @@ struct Engine::Worker {
     timed = num_samples++ % kTimedEvery == 0;
     if (timed) mark = std::chrono::steady_clock::now();
   }
-  // What has passed since the last mark belongs to `stage`.
+  // Adds the time since the last mark to `stage`.
   void lap(double& stage) {
     if (!timed) return;
     const auto now = std::chrono::steady_clock::now();
@@ -107,7 +107,7 @@ Engine::~Engine() {
 
 int Engine::map(const std::string& path) {
   const Shard shard = map_file(path);
-  ::madvise(const_cast<std::uint8_t*>(shard.data), shard.size, MADV_RANDOM);  // samples are asked for one by one
+  ::madvise(const_cast<std::uint8_t*>(shard.data), shard.size, MADV_RANDOM);  // samples are read in random order
   std::lock_guard<std::mutex> lock(mutex_);
   shards_.push_back(shard);
   return static_cast<int>(shards_.size()) - 1;
@@ -229,7 +229,7 @@ void Engine::do_sample(Worker& worker, Job& job, std::size_t place) {
   job.faults.emplace_back(static_cast<int>(place), fault);
 }
 
-// The part of the sample that its views need.
+// Loads the region of the sample that its views need.
 bool Engine::load(Worker& worker, const Job& job, std::size_t place, std::string& fault) {
   const Shard& shard = *job.file_N[place];
   const std::size_t offset = static_cast<std::size_t>(job.place_N[place]);

@@ -1,8 +1,8 @@
-// The decode-once, many-views engine: native threads turn stored samples into crops, or into finished views.
+// The engine of the loader: native threads decode each stored sample once and turn it into crops or finished views.
 //
-// A job is one batch. Workers take its samples a few at a time: decode the union of the views' boxes once, resize each
-// box into the batch's buffer, and do the photometry in the same pass when asked. What a sample becomes depends on nothing
-// but the sample and its parameters.
+// A job is one batch. Workers take a few of its samples at a time. They decode the union of the views' boxes once,
+// resize each box into the batch's buffer, and apply the photometry in the same pass if asked to. The result depends
+// only on the sample and its parameters.
 #pragma once
 
 #include <condition_variable>
@@ -26,7 +26,7 @@ struct View {
   Normalisation normalisation{};
 };
 
-// A file in memory. `pixel_height` > 0: an array of images of one size that begins at `data_offset`; else JPEGs.
+// A mapped file. If `pixel_height` > 0, it holds an array of images of one size from `data_offset` on; otherwise JPEGs.
 struct Shard {
   const std::uint8_t* data = nullptr;
   std::size_t size = 0;
@@ -35,10 +35,11 @@ struct Shard {
   int pixel_width = 0;
 };
 
-// N samples, V views. A view's crops or its finished images are written, whichever pointer is given.
+// A batch of N samples with V views. The engine writes a view's crops, its finished images or both, depending on which
+// pointers are given.
 struct Job {
   std::vector<std::int32_t> shard_N;
-  std::vector<std::int64_t> place_N;  // byte offset of a JPEG, or row of an array
+  std::vector<std::int64_t> place_N;  // byte offset of a JPEG, or row in an array
   std::vector<std::int64_t> bytes_N;
   std::vector<std::int32_t> width_N, height_N;  // as prepared
   std::vector<float> box_VN4;
@@ -47,14 +48,14 @@ struct Job {
   std::vector<void*> views_V;          // [N, size, size, 3] of `type` each, or null
   OutType type = OutType::float32;
 
-  // Kept by the engine.
-  std::vector<const Shard*> file_N;  // resolved when submitted: a worker never reads the list that map() grows
+  // Used by the engine.
+  std::vector<const Shard*> file_N;  // filled by submit(), so that workers never read the list that map() extends
   std::size_t next = 0, num_open = 0;
   std::vector<std::pair<int, std::string>> faults;
 };
 
-// What the threads spent, in seconds added up over them, estimated from some of their samples. Reading is waiting for
-// pages that are not in memory yet.
+// Seconds that the threads spent in each stage, summed over the threads and estimated from some of the samples. Reading
+// is the wait for pages that are not in memory yet.
 struct StageSeconds {
   double read = 0, decode = 0, crop = 0, photometric = 0;
 };
@@ -66,17 +67,17 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Maps a file for the engine's life. Throws std::runtime_error with the reason.
+  // Maps a file until the engine is destroyed and returns its number. Throws std::runtime_error if that fails.
   int map(const std::string& path);
-  // The same for an array of images [count, height, width, 3]; `data_offset` is where its pixels begin in the file.
+  // The same for an array of images [count, height, width, 3]. Its pixels begin at `data_offset` in the file.
   int map_array(const std::string& path, std::size_t data_offset, std::size_t count, int height, int width);
 
   void submit(const std::shared_ptr<Job>& job);
-  // Until every sample of the job is done or skipped. Faults are sorted by place.
+  // Waits until every sample of the job is done or skipped. Faults are sorted by place.
   void wait(Job& job);
-  // Skips the samples that have not begun; wait() then returns as soon as the others are done.
+  // Skips the samples that have not begun. wait() then returns when the others are done.
   void cancel(Job& job);
-  // Since the engine was made.
+  // Returns the times since the engine was created.
   StageSeconds stage_seconds();
 
  private:
@@ -86,7 +87,7 @@ class Engine {
   bool load(Worker& worker, const Job& job, std::size_t place, std::string& fault);
 
   std::vector<View> views_;
-  std::deque<Shard> shards_;  // a deque, so that adding one moves no other
+  std::deque<Shard> shards_;  // a deque, so that adding a shard does not move the others
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::deque<std::shared_ptr<Job>> jobs_;

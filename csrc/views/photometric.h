@@ -1,14 +1,14 @@
-// The photometric part of a view: uint8 crop in, normalised channels-last image out.
+// The photometric operations of a view: they turn a uint8 crop into a normalised channels-last image.
 //
-// Per pixel, in this order, in float on the scale 0..255, clamped to 0..255 after every step and never rounded between:
+// These apply to each pixel in this order, in float on the scale 0..255. Each step clamps to 0..255 without rounding:
 //   brightness, contrast, saturation, hue   in the sample's own order (see kOrders)
 //   grayscale
 //   Gaussian blur, radius ceil(5.5 sigma) <= 11, mirrored at the border without repeating the edge
 //   solarize: x >= threshold becomes 255 - x
 //   horizontal flip (commutes with all of the above)
 //   (x / 255 - mean) / std
-// Grey is 0.2989 R + 0.587 G + 0.114 B. An operation with its neutral value is skipped, exactly.
-// No torch, no CUDA header: the CPU path, the CUDA path and the emulator share it.
+// Grey is 0.2989 R + 0.587 G + 0.114 B. An operation with its neutral value is skipped and changes no bit.
+// The CPU path, the CUDA path and the emulator share this header, so it includes neither torch nor CUDA.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,8 @@
 
 namespace fastcssl::views {
 
-// One sample's parameters, as float32 columns of a [N, kNumColumns] tensor. Neutral values leave the image alone.
+// The parameters of one sample, as float32 columns of a [N, kNumColumns] tensor. Neutral values leave the image
+// unchanged.
 enum Column : int {
   kFlip = 0,        // 0 or 1
   kBrightness = 1,  // factor, neutral 1
@@ -25,8 +26,8 @@ enum Column : int {
   kHue = 4,         // shift in turns, -0.5..0.5, neutral 0
   kOrder = 5,       // 0..23: which permutation of (brightness, contrast, saturation, hue)
   kGray = 6,        // 0 or 1
-  kSigma = 7,       // of the blur in pixels; 0: none
-  kSolarize = 8,    // threshold in 0..255; 256: none
+  kSigma = 7,       // sigma of the blur in pixels; 0: no blur
+  kSolarize = 8,    // threshold in 0..255; 256: no solarization
   kNumColumns = 9,
 };
 
@@ -49,17 +50,18 @@ struct Normalisation {
   float std[3];
 };
 
-// CPU. One image, in the calling thread: crop is [height, width, 3] uint8, out is [height, width, 3] of `type`.
-// `scratch` is this thread's workspace of at least photometric_scratch_bytes(height, width), 64-byte aligned.
+// CPU. Processes one image in the calling thread: crop is [height, width, 3] uint8, out is [height, width, 3] of
+// `type`. `scratch` is this thread's workspace of at least photometric_scratch_bytes(height, width), 64-byte aligned.
 std::size_t photometric_scratch_bytes(int height, int width);
 void photometric_image(const std::uint8_t* crop, int height, int width, const float* columns,
                        const Normalisation& normalisation, OutType type, void* out, void* scratch);
-// "avx512", "avx2" or "portable": what photometric_image uses here; `force` (or nullptr) overrides it, for tests.
+// Returns the instruction set that photometric_image uses: "avx512", "avx2" or "portable". For tests, a name passed to
+// photometric_force_isa overrides the choice, and nullptr undoes that.
 const char* photometric_isa();
 bool photometric_force_isa(const char* name);
 
-// CUDA. The whole batch on `stream` (a cudaStream_t); every pointer is a device pointer. `workspace` has at least
-// photometric_cuda_workspace_bytes bytes. Returns a cudaError_t as int (0 is success); never synchronises.
+// CUDA. Processes the whole batch on `stream` (a cudaStream_t). Every pointer is a device pointer. `workspace` has at
+// least photometric_cuda_workspace_bytes bytes. Returns a cudaError_t as int (0 is success) and never synchronises.
 std::size_t photometric_cuda_workspace_bytes(int num_images, int height, int width);
 int photometric_cuda(const std::uint8_t* crops, int num_images, int height, int width, const float* columns,
                      const Normalisation& normalisation, OutType type, void* out, void* workspace, void* stream);

@@ -1,5 +1,6 @@
-// photometric_kernel.h for AVX2 with FMA and F16C. The pragma follows the standard headers and everything below is in
-// an anonymous namespace, so that no function shared with other files is compiled for instructions that may be missing.
+// Compiles photometric_kernel.h for AVX2 with FMA and F16C. The pragma follows the standard headers, and everything
+// below is in an anonymous namespace. Therefore no function that other files share is compiled for instructions that
+// may be missing.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -15,7 +16,7 @@
 #endif
 
 #include "simd_avx2.h"
-// After the vector layer.
+// This must follow the vector layer.
 #include "photometric_kernel.h"
 
 namespace fastcssl::views {
@@ -31,7 +32,7 @@ void run_avx2(const Plan& plan, const std::uint8_t* crop, void* out, void* scrat
 
 namespace fastcssl::views {
 
-// Never chosen: photometric_cpu.cpp asks the processor first.
+// Never called, because photometric_cpu.cpp checks the processor first.
 void run_avx2(const Plan&, const std::uint8_t*, void*, void*) {}
 
 }  // namespace fastcssl::views

@@ -1,5 +1,6 @@
-// photometric_kernel.h for AVX-512 F, BW, DQ and VL. The pragma follows the standard headers and everything below is in
-// an anonymous namespace, so that no function shared with other files is compiled for instructions that may be missing.
+// Compiles photometric_kernel.h for AVX-512 F, BW, DQ and VL. The pragma follows the standard headers, and everything
+// below is in an anonymous namespace. Therefore no function that other files share is compiled for instructions that
+// may be missing.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -12,13 +13,13 @@
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
                              apply_to = function)
 #else
-// GCC 12 warns of its own intrinsics, which leave a masked-out operand undefined (GCC bug 105593).
+// GCC 12 warns about its own intrinsics, which leave a masked-out operand undefined (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
 
 #include "simd_avx512.h"
-// After the vector layer.
+// This must follow the vector layer.
 #include "photometric_kernel.h"
 
 namespace fastcssl::views {
@@ -34,7 +35,7 @@ void run_avx512(const Plan& plan, const std::uint8_t* crop, void* out, void* scr
 
 namespace fastcssl::views {
 
-// Never chosen: photometric_cpu.cpp asks the processor first.
+// Never called, because photometric_cpu.cpp checks the processor first.
 void run_avx512(const Plan&, const std::uint8_t*, void*, void*) {}
 
 }  // namespace fastcssl::views

@@ -1,4 +1,4 @@
-// What the kernels share: where an image of the batch lies, its parameters, and its mean grey.
+// Shared by the kernels: the location of an image in the batch, its parameters, and its mean grey.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@ namespace fastcssl::views::gpu {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The batch, or that part of it which one launch covers.
+// The batch, or the part of it that one launch covers.
 struct Crops {
   const std::uint8_t* pixels;
   const float* columns;
-  float* sums;  // [image][num_sums], of grey on the scale 0..1
+  float* sums;  // [image][num_sums], sums of grey on the scale 0..1
   int height, width, num_sums, sum_pixels;
 
   __device__ const std::uint8_t* image(int index) const {
@@ -23,7 +23,8 @@ struct Crops {
   }
 };
 
-// n / divisor for 0 <= n < 2^31 by one multiplication; `multiplier` is 2^32 * (2^shift - divisor) / divisor + 1.
+// Computes n / divisor for 0 <= n < 2^31 with one multiplication. `multiplier` is 2^32 * (2^shift - divisor) / divisor
+// + 1.
 struct Divider {
   unsigned divisor, multiplier, shift;
 
@@ -34,14 +35,14 @@ struct Divider {
   __device__ unsigned operator()(unsigned n) const { return (__umulhi(n, multiplier) + n) >> shift; }
 };
 
-// The lanes add up in a fixed tree; all of them get the sum.
+// Adds the lanes in a fixed tree and returns the sum to all of them.
 __device__ inline float warp_sum(float value) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
   return value;
 }
 
-// Every warp adds the partial sums up for itself, which is quicker than a barrier.
+// Every warp adds up the partial sums on its own, which is faster than a barrier.
 __device__ inline Jitter load_jitter_and_mean(const Crops& crops, int image) {
   Jitter jitter = load_jitter(crops.columns + static_cast<std::int64_t>(image) * kNumColumns);
   if (has_contrast(jitter.operations)) {

@@ -1,15 +1,15 @@
-// The Gaussian blur in one direction: its weights, and several neighbouring outputs of one thread.
+// The Gaussian blur in one direction: its weights, and the filter for several neighbouring outputs of one thread.
 #pragma once
 
 #include "photometric_batch.cuh"
 
 namespace fastcssl::views::gpu {
 
-constexpr int kOutputs = 8;  // neighbours that a thread filters together: each input is read from shared memory once
+constexpr int kOutputs = 8;  // neighbours that a thread filters together, reading each input from shared memory once
 
 __device__ inline int radius_of(float sigma) { return static_cast<int>(fminf(ceilf(5.5f * sigma), kMaxRadius)); }
 
-// The first warp leaves exp(-d^2 / 2 sigma^2), normalised, in weights[1 + tap].
+// The first warp writes exp(-d^2 / 2 sigma^2), normalised, to weights[1 + tap].
 __device__ inline void make_weights(float* weights, float sigma, int radius, int lane) {
   const float distance = static_cast<float>(lane - radius) / sigma;
   const float weight = lane <= 2 * radius ? expf(-0.5f * distance * distance) : 0.0f;
@@ -35,8 +35,8 @@ struct RingReader {
   }
 };
 
-// out[j] = sum over taps t of weights[1 + t] * input[j + t]. The last kOutputs inputs are kept in registers, in places
-// that rotate; unrolling eight taps makes every place a constant.
+// out[j] = sum over taps t of weights[1 + t] * input[j + t]. The last kOutputs inputs stay in registers at rotating
+// positions. Unrolling eight taps makes every position a constant.
 template <class Reader>
 __device__ inline void filter(Reader reader, const float* weights, int radius, float (&out)[kOutputs]) {
   float window[kOutputs];

@@ -1,4 +1,4 @@
-// The operations that look at one pixel. Colours are on the scale 0..1 here, because clamping to it is free on the GPU.
+// The operations on single pixels. Colours are on the scale 0..1 here, because clamping to it is free on the GPU.
 #pragma once
 
 #include <cstdint>
@@ -23,13 +23,13 @@ __device__ inline Pixel unpack(unsigned rgb) {
           static_cast<float>(rgb >> 16 & 255u) * kPerLevel};
 }
 
-// Three loads of one byte: a warp's 32 pixels are 96 bytes in a row, so the three touch the same sectors and L1 serves
-// the second and the third. Wider loads would need an alignment that odd widths and flips do not have.
+// Makes three loads of one byte. The 32 pixels of a warp are 96 consecutive bytes, so the three loads touch the same
+// sectors and L1 serves the second and third. Wider loads need an alignment that odd widths and flips do not have.
 __device__ inline unsigned load_rgb(const std::uint8_t* __restrict__ pixel) {
   return __ldg(pixel) | static_cast<unsigned>(__ldg(pixel + 1)) << 8 | static_cast<unsigned>(__ldg(pixel + 2)) << 16;
 }
 
-// Eight rows of kOrders in one word, two bits an operation: device code cannot index a host array.
+// Packs eight rows of kOrders into one word with two bits per operation, because device code cannot index a host array.
 constexpr std::uint64_t pack_orders(int first) {
   std::uint64_t packed = 0;
   for (int row = 0; row < 8; ++row) {
@@ -40,16 +40,16 @@ constexpr std::uint64_t pack_orders(int first) {
 constexpr std::uint64_t kPackedOrders0 = pack_orders(0), kPackedOrders1 = pack_orders(8);
 constexpr std::uint64_t kPackedOrders2 = pack_orders(16);
 
-// One image's colour jitter; the same in every thread of a block, so that no branch on it diverges.
+// The colour jitter of one image. It is the same in every thread of a block, so branches on it do not diverge.
 struct Jitter {
   float factor[3];        // brightness, contrast, saturation
   float sextants;         // hue shift in sixths of a turn
-  float contrast_offset;  // what contrast adds: (1 - factor) * mean grey
-  unsigned operations;    // 1 brightness, 2 contrast, 3 saturation, 4 hue; four bits each, the first lowest; 0 ends
+  float contrast_offset;  // added by contrast: (1 - factor) * mean grey
+  unsigned operations;    // 1 brightness, 2 contrast, 3 saturation, 4 hue; four bits each, lowest first; 0 ends
 };
 enum Operation : unsigned { kOpBrightness = 1, kOpContrast = 2, kOpSaturation = 3, kOpHue = 4 };
 
-// Leaves neutral operations out: they then cost nothing and change no bit.
+// Omits neutral operations, so that they cost nothing and change no bit.
 __device__ inline Jitter load_jitter(const float* __restrict__ columns) {
   Jitter jitter;
   for (int i = 0; i < 3; ++i) jitter.factor[i] = __ldg(columns + kBrightness + i);
@@ -91,12 +91,13 @@ __device__ inline void blend(Pixel& pixel, float factor, float offset) {
   pixel.b = __saturatef(fmaf(factor, pixel.b, offset));
 }
 
-// HSV with the hue in sixths of a turn. Lightest and darkest channel stay; the hue says where between them each lies.
+// Turns the hue, given in sixths of a turn, in HSV. The lightest and darkest values stay the same; the hue says where
+// each channel lies between them.
 __device__ inline void turn_hue(Pixel& pixel, float sextants) {
   const float lightest = fmaxf(pixel.r, fmaxf(pixel.g, pixel.b));
   const float darkest = fminf(pixel.r, fminf(pixel.g, pixel.b));
   const float range = lightest - darkest;
-  // Below this no turn can be seen, and the quotient might not be finite.
+  // Below this range a turn is invisible, and the quotient might not be finite.
   const float inverse = range > 1e-8f ? __fdividef(1.0f, range) : 0.0f;
   float hue = fmaf(pixel.r - pixel.g, inverse, 4.0f);
   if (lightest == pixel.g) hue = fmaf(pixel.b - pixel.r, inverse, 2.0f);
@@ -108,7 +109,7 @@ __device__ inline void turn_hue(Pixel& pixel, float sextants) {
   pixel.b = fmaf(range, __saturatef(2.0f - fabsf(hue - 4.0f)), darkest);
 }
 
-// Several pixels of a thread together: one branch an operation, and independent instructions inside it.
+// Processes several pixels of a thread together, with one branch per operation and independent instructions inside it.
 template <int kCount>
 __device__ inline void apply_jitter(Pixel (&pixels)[kCount], const Jitter& jitter, unsigned operations) {
   for (; operations != 0; operations >>= 4) {

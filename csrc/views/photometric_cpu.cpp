@@ -1,4 +1,4 @@
-// The photometric part of a view on the CPU: columns into a plan, and the choice of the instruction set.
+// The photometric operations on the CPU: turns columns into a plan and chooses the instruction set.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -8,7 +8,7 @@
 #include "photometric.h"
 #include "photometric_plan.h"
 #include "simd_portable.h"
-// After the vector layer.
+// This must follow the vector layer.
 #include "photometric_kernel.h"
 
 namespace fastcssl::views {
@@ -40,8 +40,8 @@ std::atomic<const Isa*>& chosen_isa() {
   return isa;
 }
 
-// Weights of the blur. Taps at the far end that together weigh under 1e-5, which is 0.003 grey levels at most, are
-// left out; what is left has an odd radius, so that taps come in pairs.
+// Computes the weights of the blur. Omits outer taps that together weigh less than 1e-5, which is at most 0.003 grey
+// levels. The radius is made odd, so that taps come in pairs.
 void plan_blur(float sigma, Plan& plan) {
   if (!(sigma > 0.0f)) return;
   const int widest = static_cast<int>(std::min(std::ceil(5.5f * sigma), static_cast<float>(kMaxRadius)));
@@ -62,8 +62,8 @@ void plan_blur(float sigma, Plan& plan) {
   plan.num_pairs = (radius + 1) / 2;
   total = weights[0];
   for (int k = 1; k <= radius; ++k) total += 2.0 * weights[k];
-  // The centre takes what the others were rounded by: the whole is exact, and a flat area stays as it is. It must
-  // stay under 1/2, which int16 cannot hold.
+  // The centre absorbs the rounding of the other weights, so that the sum is exact and flat areas do not change. It
+  // must stay below 1/2, which int16 cannot hold.
   constexpr int kHalf = 1 << (kWeightBits - 1);
   int so_far = 0;
   for (int k = 1; k <= radius; ++k) {
@@ -85,7 +85,7 @@ Plan make_plan(int height, int width, const float* columns, const Normalisation&
   plan.contrast = columns[kContrast];
   plan.saturation = columns[kSaturation];
   plan.hue = 6.0f * columns[kHue];
-  // Written so that not-a-number gives an order too.
+  // Written so that NaN also gives a valid order.
   const int order = columns[kOrder] > 0.0f ? static_cast<int>(std::min(columns[kOrder], 23.0f)) : 0;
   const bool neutral[4] = {plan.brightness == 1.0f, plan.contrast == 1.0f, plan.saturation == 1.0f, plan.hue == 0.0f};
   for (const std::uint8_t op : kOrders[order]) {

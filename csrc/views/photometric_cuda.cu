@@ -1,10 +1,10 @@
-// The photometric part of a view on the GPU, in three launches over the batch:
-//   sum_grey        the mean grey that contrast needs, as partial sums; only for images with contrast
-//   color_image     images without blur: a run of pixels a block
-//   blur_image      images with blur: a strip of columns a block, walked down in steps of eight rows
-// What an image needs is known on the device alone, so the last two each cover the batch and leave the other's images
-// at once. Every sum has a fixed order: the same input gives the same bits on one architecture. Nothing is allocated,
-// nothing waits for the device: a CUDA graph can capture it.
+// The photometric operations on the GPU, in three launches over the batch:
+//   sum_grey        partial sums of the mean grey, only for images with contrast
+//   color_image     images without blur: each block processes a run of pixels
+//   blur_image      images with blur: each block processes a strip of columns, eight rows at a time
+// Only the device knows what an image needs. Therefore the last two launches both cover the whole batch, and blocks
+// return immediately for images of the other launch. Every sum has a fixed order, so the same input gives the same bits
+// on one architecture. The code allocates nothing and does not wait for the device, so a CUDA graph can capture it.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -23,30 +23,31 @@ namespace {
 using namespace gpu;
 
 constexpr int kMaxGridY = 65535;
-constexpr int kBatch = 4;  // pixels that a thread has in hand at a time
+constexpr int kBatch = 4;  // pixels that a thread processes at a time
 
 constexpr int kRunThreads = 256;
 constexpr int kRunPixels = kRunThreads * kBatch;
-constexpr int kMaxSums = kWarp;  // partial sums an image, so that one warp adds them up
+constexpr int kMaxSums = kWarp;  // partial sums per image, few enough for one warp to add them up
 constexpr int kMinSumPixels = 2 * kRunPixels;
 
-// The blur's block: three channels of a strip of kStripColumns, kStepRows at a time. Its thread is one of 8 rows x 24
-// columns when pixels are read, one run of kOutputs columns in the horizontal pass, one column in the vertical pass.
+// A block of the blur processes three channels of a strip of kStripColumns, kStepRows at a time. A thread handles one
+// of 8 rows x 24 columns when pixels are read, a run of kOutputs columns in the horizontal pass, and one column in the
+// vertical pass.
 constexpr int kStripColumns = 64;
 constexpr int kStepRows = 8;
 constexpr int kBlurThreads = 3 * kStripColumns;
 constexpr int kReaders = kBlurThreads / kStepRows;
 constexpr int kRingRows = kStepRows + 2 * kMaxRadius;
-// 1 more than a multiple of 8: the 8 rows x 4 runs of a warp then fall into 32 different banks.
+// One more than a multiple of 8, so that the 8 rows x 4 runs of a warp use 32 different memory banks.
 constexpr int kSpanPitch = kStripColumns + 2 * kMaxRadius + 3;
 constexpr int kRingPitch = kStripColumns + 1;
 constexpr int kStagePitch = kStripColumns * 3 * static_cast<int>(sizeof(float)) + kVectorBytes;
 static_assert(kSpanPitch % 8 == 1 && kRingPitch % 8 == 1, "bank conflicts");
-static_assert(kStripColumns / kOutputs * kStepRows == kStripColumns, "one run of a row a thread");
+static_assert(kStripColumns / kOutputs * kStepRows == kStripColumns, "one run of a row per thread");
 static_assert(kReaders * kBatch >= kStripColumns + 2 * kMaxRadius, "one batch reads a whole span");
 static_assert(kStagePitch % kVectorBytes == 0, "rows are staged aligned");
-constexpr int kWantedBlocks = 2048;  // below this, strips are cut into segments to fill the device
-constexpr int kMinSegmentRows = 32;  // each segment begins with 2 * radius rows that give no output
+constexpr int kWantedBlocks = 2048;  // with fewer blocks, strips are cut into segments to fill the device
+constexpr int kMinSegmentRows = 32;  // each segment begins with 2 * radius rows that produce no output
 
 struct SumShared {
   float warp_sums[kRunThreads / kWarp];
@@ -56,7 +57,7 @@ struct RunShared {
   alignas(kVectorBytes) unsigned char stage[kRunPixels * 3 * sizeof(float) + kVectorBytes];
 };
 
-// 32 kB: three blocks an SM where it has 100 kB. The staged output takes the place of the rows it was made from.
+// 32 kB, so three blocks fit on an SM with 100 kB. The staged output reuses the memory of the rows it was made from.
 struct BlurShared {
   alignas(kVectorBytes) float weights[2 * kMaxRadius + 2];  // from index 1, so that pairs after the first are aligned
   float ring[3][kRingRows][kRingPitch];                     // rows after the horizontal pass
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kRunThreads) sum_grey(Crops crops) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) batch[i] = unpack(packed[i]);
     apply_jitter(batch, jitter, operations);
-    // A pixel past the end is black, and black stays black until contrast.
+    // Pixels past the end are black, and the operations before contrast keep them black.
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) sum += grey_of(batch[i]);
   }
@@ -143,14 +144,14 @@ __global__ void __launch_bounds__(kRunThreads) color_image(Crops crops, Divider 
   copy_run(destination, staged, count * 3, thread, kRunThreads);
 }
 
-// Mirrored without repeating the edge; more than once where the blur reaches past the whole image.
+// Mirrors a position without repeating the edge, several times if the blur reaches beyond the whole image.
 __device__ inline int mirror(int at, int size) {
   if (size == 1) return 0;
   while (at < 0 || at >= size) at = at < 0 ? -at : 2 * (size - 1) - at;
   return at;
 }
 
-// The columns of `width` in equal strips, the rows of `height` in equal segments.
+// Divides the columns of `width` into equal strips and the rows of `height` into equal segments.
 struct Cut {
   int strip_columns, num_strips, segment_rows, num_segments;
 };
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kBlurThreads) blur_image(Crops crops, Cut cut,
   const int channel = thread / kStripColumns, column = thread % kStripColumns;
   const int run_row = column % kStepRows, run = column / kStepRows * kOutputs;
 
-  // What this thread reads at every step: the same columns of another row, -1 beyond the span.
+  // The columns that this thread reads, the same in every row; -1 beyond the span.
   int from[kBatch];
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) {
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kBlurThreads) blur_image(Crops crops, Cut cut,
   const float solarize = load_solarize(columns);
   const int out_left = flip ? crops.width - left - num_columns : left;
   T* out_image = out + static_cast<std::int64_t>(image) * crops.height * crops.width * 3;
-  int ring_first = 0;  // where row `first` lies in the ring
+  int ring_first = 0;  // the position of row `first` in the ring
 
   for (int first = 0; first < num_filtered; first += kStepRows) {
     if (first + step_row < num_filtered) {
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(kBlurThreads) blur_image(Crops crops, Cut cut,
         shared.rows[2][step_row][at] = batch[i].b;
       }
     }
-    __syncthreads();  // rows are whole
+    __syncthreads();  // the rows are complete
 
     float filtered[kOutputs];
     if (run < num_columns) {
@@ -226,11 +227,11 @@ __global__ void __launch_bounds__(kBlurThreads) blur_image(Crops crops, Cut cut,
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) ring[j] = filtered[j];
     }
-    __syncthreads();               // the ring is whole, and rows may become the stage
-    read_step(first + kStepRows);  // on its way while these rows are finished
+    __syncthreads();               // the ring is complete, and the stage may overwrite the rows
+    read_step(first + kStepRows);  // starts loading while these rows are finished
 
-    // Output row y needs the filtered rows y .. y + 2 radius. At the start some of the eight are not complete yet, at
-    // the end some do not exist: those are computed from whatever lies there, and dropped.
+    // Output row y needs the filtered rows y .. y + 2 radius. Some of the eight rows are incomplete at the start and do
+    // not exist at the end. They are computed from arbitrary values and dropped.
     const int out_first = first - 2 * radius;
     if (out_first + kStepRows > 0) {
       if (column < num_columns) {
@@ -247,13 +248,13 @@ __global__ void __launch_bounds__(kBlurThreads) blur_image(Crops crops, Cut cut,
                   staging_place(shared.stage[j], destination) + element);
         }
       }
-      __syncthreads();  // the stage is whole
+      __syncthreads();  // the stage is complete
       const int y = out_first + step_row;
       if (y >= 0 && y < num_rows) {
         T* destination = out_image + (static_cast<std::int64_t>(top + y) * crops.width + out_left) * 3;
         copy_run(destination, staging_place(shared.stage[step_row], destination), num_columns * 3, reader, kReaders);
       }
-      __syncthreads();  // the stage may become rows
+      __syncthreads();  // the rows may overwrite the stage
     }
     ring_first = ring_first + kStepRows < kRingRows ? ring_first + kStepRows : ring_first + kStepRows - kRingRows;
   }
@@ -297,7 +298,7 @@ cudaError_t launch_all(const Crops& crops, int num_images, const Affine& affine,
   return cudaGetLastError();
 }
 
-// A grid has at most 65,535 rows of blocks, and a row is an image.
+// A grid has at most 65,535 rows of blocks, with one row per image, so larger batches need several launches.
 template <typename T>
 cudaError_t launch_in_parts(Crops crops, int num_images, const Affine& affine, T* out, cudaStream_t stream) {
   const std::int64_t image_values = static_cast<std::int64_t>(crops.height) * crops.width * 3;
@@ -313,7 +314,7 @@ cudaError_t launch_in_parts(Crops crops, int num_images, const Affine& affine, T
   return cudaSuccess;
 }
 
-// Offsets inside one image have 32 bits; those of images have 64.
+// Offsets inside an image have 32 bits; offsets of images have 64.
 bool supported(int num_images, int height, int width) {
   return num_images >= 0 && height > 0 && width > 0 &&
          static_cast<std::int64_t>(height) * width <= INT_MAX / 3 - kRunPixels;

@@ -1,9 +1,9 @@
-// One image, written once in terms of a vector layer (simd_*.h), which the includer has included before.
+// Processes one image, in terms of a vector layer (simd_*.h) that must be included before this file.
 //
-// Without blur, a block of pixels is loaded, coloured, normalised and stored without leaving the registers; contrast
-// needs the image's mean grey first, which is one more pass over the colour operations that precede it.
-// With blur, coloured rows go as int16 into a ring of rows that stays in the cache. The vertical pass turns a few of
-// them into finished rows, the horizontal pass takes those to the output. A grey image is blurred in one plane only.
+// Without blur, a block of pixels is loaded, coloured, normalised and stored without leaving the registers. Contrast
+// needs the image's mean grey first, which takes another pass over the colour operations that precede it.
+// With blur, coloured rows are written as int16 to a ring of rows that stays in the cache. The vertical pass filters a
+// few rows at a time, and the horizontal pass writes them to the output. A grey image is blurred in one plane only.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@
 namespace fastcssl::views {
 namespace {
 
-// Once for all that call it: inlined into every variant it would only lengthen the build.
+// Compiled once for all callers: inlining into every variant would only lengthen the build.
 #define FASTCSSL_APART static __attribute__((noinline))
 
-struct Pixels {  // kLanes of them
+struct Pixels {  // kLanes pixels
   F r, g, b;
 };
 
 constexpr int kParts = kBlock / kLanes;
 
-struct Block {  // several vectors at a time: each operation is a long chain, and several chains overlap
+struct Block {  // several vectors, because each operation is a long chain and several chains overlap
   Pixels part[kParts];
 };
 
@@ -33,8 +33,8 @@ FASTCSSL_INLINE F grey(const Pixels& p) {
 
 FASTCSSL_INLINE F clamp(F x) { return max(min(x, set1(255.0f)), set1(0.0f)); }
 
-// Rotates the colour circle, as torchvision's way through HSV does, without its table: a channel lies below the
-// largest one by the range times a trapezoid of the hue. Cannot leave 0..255.
+// Rotates the hue like torchvision does through HSV, but without its table: a channel is below the largest one by the
+// range times a trapezoid function of the hue. The result cannot leave 0..255.
 FASTCSSL_INLINE void rotate_hue(Pixels& p, float sixths) {
   const F top = max(max(p.r, p.g), p.b);
   const F range = sub(top, min(min(p.r, p.g), p.b));
@@ -43,7 +43,7 @@ FASTCSSL_INLINE void rotate_hue(Pixels& p, float sixths) {
   F base = if_equal(top, p.g, two, set1(4.0f));
   rise = if_equal(top, p.r, sub(p.g, p.b), rise);
   base = if_equal(top, p.r, zero, base);
-  // A grey pixel has no hue; any will do, for its range is nought.
+  // A grey pixel has no hue. Any value works, because its range is zero.
   F hue = add(div(rise, max(range, set1(1e-12f))), add(base, set1(sixths)));
   hue = fnma(floor(mul(hue, set1(1.0f / 6.0f))), set1(6.0f), hue);
   const F from_r = sub(two, abs(sub(hue, set1(3.0f))));
@@ -58,7 +58,7 @@ FASTCSSL_INLINE Pixels scaled(const Pixels& p, F factor, F shift) {
   return {clamp(fma(p.r, factor, shift)), clamp(fma(p.g, factor, shift)), clamp(fma(p.b, factor, shift))};
 }
 
-// The colour operations up to, not including, number `end`. The branches fall the same way for every block.
+// Applies the colour operations before number `end`. The branches go the same way for every block.
 FASTCSSL_INLINE void colour(Block& block, const Plan& plan, int end, float contrast_shift) {
   for (int i = 0; i < end; ++i) {
     switch (plan.ops[i]) {
@@ -83,7 +83,7 @@ FASTCSSL_INLINE void colour(Block& block, const Plan& plan, int end, float contr
   }
 }
 
-// The pixels x .. x + kBlock - 1 of a row, in the order of the output; black past its end.
+// Returns the pixels x .. x + kBlock - 1 of a row in the order of the output, with black pixels past its end.
 FASTCSSL_INLINE Block load_block(const std::uint8_t* row, int width, int x, bool flip) {
   alignas(64) std::uint8_t end_of_row[3 * kBlock];
   const int count = width - x;
@@ -93,7 +93,7 @@ FASTCSSL_INLINE Block load_block(const std::uint8_t* row, int width, int x, bool
     std::memcpy(end_of_row + (flip ? 3 * (kBlock - count) : 0), row + (flip ? 0 : 3 * x), 3 * count);
     from = end_of_row;
   }
-  __builtin_prefetch(from + 3 * width);  // backwards within a row, the processor does not see what comes next
+  __builtin_prefetch(from + 3 * width);  // the processor does not predict a row that is read backwards
   Block block;
   for (int half = 0; half < 2; ++half) {
     Bytes r, g, b;
@@ -104,7 +104,7 @@ FASTCSSL_INLINE Block load_block(const std::uint8_t* row, int width, int x, bool
   return block;
 }
 
-// (1 - contrast) * mean grey of the image as it is before contrast. Black pixels past a row's end stay black.
+// Returns (1 - contrast) * the mean grey of the image before contrast. Black pixels past the end of a row stay black.
 FASTCSSL_APART float contrast_shift_of(const Plan& plan, const std::uint8_t* crop) {
   if (plan.contrast_at < 0) return 0.0f;
   double total = 0.0;
@@ -121,7 +121,7 @@ FASTCSSL_APART float contrast_shift_of(const Plan& plan, const std::uint8_t* cro
   return static_cast<float>((1.0 - plan.contrast) * (total / plan.height / plan.width));
 }
 
-// Solarizes, normalises and stores the first `count` of the pixels.
+// Solarizes, normalises and stores the first `count` pixels.
 FASTCSSL_INLINE void finish(const Plan& plan, Pixels p, int count, char* out) {
   if (plan.solarize) {
     const F threshold = set1(plan.threshold), white = set1(255.0f);
@@ -133,7 +133,7 @@ FASTCSSL_INLINE void finish(const Plan& plan, Pixels p, int count, char* out) {
              fma(p.b, set1(plan.scale[2]), set1(plan.bias[2])), values);
   alignas(64) char end_of_row[3 * kLanes * sizeof(float)];
   char* to = count < kLanes ? end_of_row : out;
-  // A branch that always falls the same way: templates for each type would double the build time to save 1 %.
+  // This branch always goes the same way. Templates for each type would double the build time and save 1 %.
   if (plan.type == OutType::float32) {
     for (int i = 0; i < 3; ++i) store_float32(to + i * kLanes * 4, values[i]);
   } else if (plan.type == OutType::bfloat16) {
@@ -161,7 +161,7 @@ void without_blur(const Plan& plan, const std::uint8_t* crop, float contrast_shi
   }
 }
 
-// One coloured row into the ring, in planes: one when the image is grey, else three.
+// Writes one coloured row to the ring, in one plane if the image is grey and in three otherwise.
 FASTCSSL_APART void colour_row(const Plan& plan, const std::uint8_t* row, float contrast_shift, std::int16_t* to) {
   const std::size_t plane = ring_plane(plan.width);
   const F scale = set1(kFixedScale), shift = set1(-kFixedCentre * kFixedScale);
@@ -192,8 +192,8 @@ struct Taps {
 
 constexpr int kTogether = 32 / (2 * kLanes);  // vectors in 32 int16
 
-// Adds what `pairs` weigh of mirrored rows, or of mirrored places in one row, for 32 int16. at(d) is the one at
-// distance d from the centre. Several vectors share an address and a weight.
+// Adds the weighted pairs of mirrored rows, or of mirrored places in one row, for 32 int16. at(d) is the row or place
+// at distance d from the centre. Several vectors share an address and a weight.
 template <int pairs, class At>
 FASTCSSL_INLINE void weigh(const Taps<pairs>& taps, const At& at, Acc (&acc)[kTogether]) {
   for (int i = 0; i < pairs; ++i) {
@@ -217,7 +217,7 @@ struct AtPlace {
   FASTCSSL_MEMBER const std::int16_t* operator()(int distance) const { return centre + distance; }
 };
 
-// Where a row or column outside the image is mirrored to, however far out and however small the image.
+// Returns the row or column that one outside the image mirrors, at any distance and for any image size.
 FASTCSSL_INLINE int mirrored(int at, int size) {
   if (size == 1) return 0;
   const int period = 2 * (size - 1);
@@ -226,8 +226,8 @@ FASTCSSL_INLINE int mirrored(int at, int size) {
   return at < size ? at : period - at;
 }
 
-// The vertical pass for `count` rows; window[0] is the first one's centre. Columns go in narrow strips, so that the
-// window's part of a strip stays in the first-level cache.
+// Runs the vertical pass for `count` rows. window[0] is the centre of the first one. It works on narrow strips of
+// columns, so that the window's part of a strip stays in the first-level cache.
 template <int pairs>
 FASTCSSL_APART void blur_down(const Plan& plan, const Taps<pairs>& taps, const std::int16_t* const* window, int count,
                               int planes, std::int16_t* wide) {
@@ -249,7 +249,7 @@ FASTCSSL_APART void blur_down(const Plan& plan, const Taps<pairs>& taps, const s
   }
 }
 
-// The horizontal pass of one row, mirrored at both ends first, and the way to the output.
+// Mirrors one row at both ends, runs the horizontal pass and writes the output.
 template <int pairs>
 FASTCSSL_INLINE void blur_across(const Plan& plan, const Taps<pairs>& taps, std::int16_t* wide, int planes, char* out) {
   const int width = plan.width, radius = plan.radius();
@@ -300,7 +300,7 @@ void with_blur(const Plan& plan, const std::uint8_t* crop, float contrast_shift,
     blur_down<pairs>(plan, taps, window + radius, count, planes, wide);
     for (int i = 0; i < count; ++i) {
       char* out_row = out + static_cast<std::size_t>(y + i) * plan.width * plan.pixel_bytes();
-      // Constants, so that each case is compiled for its number of planes.
+      // Passes constants, so that each case is compiled for its number of planes.
       if (planes == 1) {
         blur_across<pairs>(plan, taps, wide + i * plane, 1, out_row);
       } else {

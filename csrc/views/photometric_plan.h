@@ -1,4 +1,4 @@
-// What one sample's columns come down to, computed once per image in scalar code and shared by every instruction set.
+// The plan of one image: scalar code computes it from the sample's columns, and all instruction sets share it.
 #pragma once
 
 #include <cstddef>
@@ -10,32 +10,33 @@ namespace fastcssl::views {
 
 enum Op : std::uint8_t { kOpBrightness = 0, kOpContrast = 1, kOpSaturation = 2, kOpHue = 3 };
 
-// torchvision's grey. The three add up to 0.9999.
+// torchvision's weights of grey. They add up to 0.9999.
 constexpr float kGreyR = 0.2989f, kGreyG = 0.587f, kGreyB = 0.114f;
 
-// The blur works on int16: round((x - 127.5) * 128). Centred, so that the sum of two mirrored pixels still fits.
+// The blur works on int16: round((x - 127.5) * 128). Values are centred, so that the sum of two mirrored pixels fits.
 constexpr float kFixedCentre = 127.5f, kFixedScale = 128.0f;
 constexpr int kWeightBits = 16;
 
-// Rows of the blur's window that are kept, a power of two, and output rows made from one window position.
+// The number of rows in the ring, a power of two, and the number of output rows per window position.
 constexpr int kRingRows = 32, kGroupRows = 8;
 static_assert(kGroupRows + 2 * kMaxRadius <= kRingRows, "the ring must hold the window of a whole group");
 
-constexpr int kBlock = 32;  // pixels that are coloured at a time
-constexpr int kPad = 32;    // int16 on either side of a row for the mirrored border, and for loads past its end
+constexpr int kBlock = 32;  // pixels coloured at a time
+constexpr int kPad = 32;    // int16 on each side of a row, for the mirrored border and for loads past its end
 
 struct Plan {
   int height = 0, width = 0;
   bool flip = false, gray = false, solarize = false;
 
-  // The colour operations that do something, in order. contrast_at: how many precede contrast, -1 when it is absent.
+  // The colour operations that are not neutral, in order. contrast_at is the number of operations before contrast, or
+  // -1 without contrast.
   int num_ops = 0, contrast_at = -1;
   std::uint8_t ops[4] = {};
   float brightness = 1, contrast = 1, saturation = 1;
   float hue = 0;  // in sixths of a turn
 
-  // Pairs of weights in 1/65536, for the sums of mirrored pixels at distance 2i and 2i + 1. The centre is its own
-  // mirror image, so its weight is halved. num_pairs is 0 when the blur is too narrow to be seen.
+  // Pairs of weights in units of 1/65536, for the sums of mirrored pixels at distances 2i and 2i + 1. The centre is its
+  // own mirror image, so its weight is halved. num_pairs is 0 if the blur is too narrow to be visible.
   int num_pairs = 0;
   std::int16_t weights[kMaxRadius + 1] = {};
 
@@ -49,10 +50,10 @@ struct Plan {
 
 inline std::size_t round_up(std::size_t value, std::size_t step) { return (value + step - 1) / step * step; }
 
-// int16 a plane of one ring row, and of one row that awaits the horizontal pass.
+// The int16 per plane of a ring row, and of a row that waits for the horizontal pass.
 inline std::size_t ring_plane(int width) { return round_up(width, 32); }
 inline std::size_t wide_plane(int width) { return ring_plane(width) + 2 * kPad; }
-// int16 from one ring row to the next: an odd number of cache lines, or all rows would fall into the same cache sets.
+// The int16 from one ring row to the next: an odd number of cache lines, so that rows do not use the same cache sets.
 inline std::size_t ring_stride(int width) { return round_up(3 * ring_plane(width), 64) + 32; }
 
 using Runner = void (*)(const Plan& plan, const std::uint8_t* crop, void* out, void* scratch);

@@ -1,4 +1,4 @@
-// The end of the way: solarize, normalise, convert, and full-width stores of any run of elements.
+// The last steps: solarize, normalise, convert, and store a run of elements with full-width stores.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +12,7 @@ namespace fastcssl::views::gpu {
 
 constexpr int kVectorBytes = 16;
 
-// (x / 255 - mean) / std as one multiply-add on the scale 0..1.
+// Computes (x / 255 - mean) / std as one multiply-add on the scale 0..1.
 struct Affine {
   float scale[3], shift[3];
 };
@@ -21,7 +21,7 @@ __device__ inline float finish(float value, float solarize, float scale, float s
   return fmaf(value >= solarize ? 1.0f - value : value, scale, shift);
 }
 
-// The threshold is scaled as the pixels are, with the same rounding, so that equal levels still compare equal.
+// Scales the threshold like the pixels, with the same rounding, so that equal levels still compare equal.
 __device__ inline float load_solarize(const float* __restrict__ columns) {
   return __ldg(columns + kSolarize) * kPerLevel;
 }
@@ -30,13 +30,13 @@ __device__ inline void convert(float value, float* out) { *out = value; }
 __device__ inline void convert(float value, __nv_bfloat16* out) { *out = __float2bfloat16_rn(value); }
 __device__ inline void convert(float value, __half* out) { *out = __float2half_rn(value); }
 
-// Where in a 16-byte aligned buffer a run must be staged so that its vectors are aligned there and at `destination`.
+// Returns where to stage a run in a 16-byte aligned buffer, so that its vectors are aligned there and at `destination`.
 template <typename T>
 __device__ inline T* staging_place(unsigned char* buffer, const T* destination) {
   return reinterpret_cast<T*>(buffer + (reinterpret_cast<std::uintptr_t>(destination) & (kVectorBytes - 1)));
 }
 
-// `num_workers` threads copy a staged run to memory, 16 bytes at a time but for its two ragged ends.
+// `num_workers` threads copy a staged run to memory, 16 bytes at a time except at its two unaligned ends.
 template <typename T>
 __device__ inline void copy_run(T* destination, const T* staged, int count, int worker, int num_workers) {
   constexpr int kPerVector = kVectorBytes / static_cast<int>(sizeof(T));

@@ -1,4 +1,4 @@
-// The vector layer of photometric_kernel.h for AVX2 with FMA and F16C. simd_portable.h says what each operation means.
+// The vector layer of photometric_kernel.h for AVX2 with FMA and F16C. simd_portable.h explains each operation.
 #pragma once
 
 #include <immintrin.h>
@@ -18,7 +18,7 @@ constexpr int kLanes = 8;
 using F = __m256;
 using I16 = __m256i;
 using Weights = __m256i;
-struct Acc {  // `low` has sums 0-3 and 8-11, `high` the rest: what unpacking within 128-bit halves gives
+struct Acc {  // `low` has sums 0-3 and 8-11, `high` the rest, because unpacking works within 128-bit halves
   __m256i low, high;
 };
 
@@ -67,7 +67,7 @@ FASTCSSL_INLINE Acc start(std::int32_t value) { return {_mm256_set1_epi32(value)
 FASTCSSL_INLINE Acc accumulate(Acc acc, I16 a, I16 b, Weights w) {
   acc.low = _mm256_add_epi32(acc.low, _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), w));
   acc.high = _mm256_add_epi32(acc.high, _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), w));
-  asm("" : "+x"(acc.low), "+x"(acc.high));  // or GCC would regroup the sums, and run out of registers
+  asm("" : "+x"(acc.low), "+x"(acc.high));  // otherwise GCC regroups the sums and runs out of registers
   return acc;
 }
 
@@ -80,8 +80,8 @@ FASTCSSL_INLINE void widen(Acc acc, F& first, F& second) {
   second = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(acc.low, acc.high, 0x31));
 }
 
-// A channel's values go to every third place, and to different lanes in each of the three results: one permutation
-// of each channel serves all three.
+// The values of a channel go to every third place, and to different lanes in each of the three results. Therefore one
+// permutation of each channel serves all three.
 FASTCSSL_INLINE void interleave(F r, F g, F b, F (&out)[3]) {
   r = _mm256_permutevar8x32_ps(r, _mm256_setr_epi32(0, 3, 6, 1, 4, 7, 2, 5));
   g = _mm256_permutevar8x32_ps(g, _mm256_setr_epi32(5, 0, 3, 6, 1, 4, 7, 2));

@@ -1,4 +1,4 @@
-// The vector layer of photometric_kernel.h for AVX-512 F, BW, DQ, VL. simd_portable.h says what each operation means.
+// The vector layer of photometric_kernel.h for AVX-512 F, BW, DQ and VL. simd_portable.h explains each operation.
 #pragma once
 
 #include <immintrin.h>
@@ -18,7 +18,7 @@ constexpr int kLanes = 16;
 using F = __m512;
 using I16 = __m512i;
 using Weights = __m512i;
-struct Acc {  // `low` has sums 0-3, 8-11, 16-19 and 24-27, `high` the rest: what unpacking within 128 bits gives
+struct Acc {  // `low` has sums 0-3, 8-11, 16-19 and 24-27, `high` the rest: unpacking works within 128 bits
   __m512i low, high;
 };
 
@@ -60,7 +60,7 @@ FASTCSSL_INLINE Acc start(std::int32_t value) { return {_mm512_set1_epi32(value)
 FASTCSSL_INLINE Acc accumulate(Acc acc, I16 a, I16 b, Weights w) {
   acc.low = _mm512_add_epi32(acc.low, _mm512_madd_epi16(_mm512_unpacklo_epi16(a, b), w));
   acc.high = _mm512_add_epi32(acc.high, _mm512_madd_epi16(_mm512_unpackhi_epi16(a, b), w));
-  asm("" : "+v"(acc.low), "+v"(acc.high));  // or GCC would regroup the sums, and run out of registers
+  asm("" : "+v"(acc.low), "+v"(acc.high));  // otherwise GCC regroups the sums and runs out of registers
   return acc;
 }
 
@@ -75,7 +75,7 @@ FASTCSSL_INLINE void widen(Acc acc, F& first, F& second) {
   second = _mm512_cvtepi32_ps(_mm512_permutex2var_epi64(acc.low, to_second, acc.high));
 }
 
-// As in simd_avx2.h: lane i of a permuted channel holds the one value of it that any of the three results wants there.
+// As in simd_avx2.h, lane i of a permuted channel holds the only value of it that any of the three results needs there.
 FASTCSSL_INLINE void interleave(F r, F g, F b, F (&out)[3]) {
   r = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 11, 6, 1, 12, 7, 2, 13, 8, 3, 14, 9, 4, 15, 10, 5), r);
   g = _mm512_permutexvar_ps(_mm512_setr_epi32(5, 0, 11, 6, 1, 12, 7, 2, 13, 8, 3, 14, 9, 4, 15, 10), g);

@@ -1,4 +1,4 @@
-// Interleaved bytes into channels with 128-bit vectors: 16 pixels, the same for AVX2 and AVX-512.
+// Separates the interleaved bytes of 16 pixels into channels with 128-bit vectors, for both AVX2 and AVX-512.
 #pragma once
 
 #include <immintrin.h>
@@ -10,8 +10,8 @@ namespace {
 
 using Bytes = __m128i;
 
-// Every third byte of 48, beginning at `first`. The three vectors have a channel's bytes in different places, so that
-// two blends gather them and one shuffle orders them, forwards or backwards.
+// Returns every third of 48 bytes, beginning at `first`. A channel's bytes are at different places in the three
+// vectors, so two blends gather them and one shuffle orders them, forwards or backwards.
 template <int first>
 static inline __attribute__((always_inline)) Bytes every_third(Bytes a, Bytes b, Bytes c, bool flip) {
   struct Table {

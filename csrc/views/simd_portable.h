@@ -1,4 +1,4 @@
-// The vector layer of photometric_kernel.h in plain C++: what each operation means. See simd_avx2.h, simd_avx512.h.
+// The vector layer of photometric_kernel.h in plain C++, which defines the operations of simd_avx2.h and simd_avx512.h.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@ namespace {
 
 constexpr int kLanes = 4;
 
-// 128-bit vectors of the compiler's own (GCC, Clang), which every 64-bit processor has registers for.
+// 128-bit vector types of GCC and Clang. Every 64-bit processor has registers for them.
 typedef float F __attribute__((vector_size(16)));           // kLanes floats
 typedef std::int16_t I16 __attribute__((vector_size(16)));  // 2 * kLanes integers
 typedef std::uint16_t U16 __attribute__((vector_size(16)));
 typedef std::int32_t I32 __attribute__((vector_size(16)));
 typedef std::int16_t Half __attribute__((vector_size(8)));
-struct Acc {  // 2 * kLanes sums, in whatever order suits the instruction set
+struct Acc {  // 2 * kLanes sums, in the order that suits the instruction set
   I32 low, high;
 };
 struct Weights {
@@ -39,14 +39,14 @@ FASTCSSL_INLINE F fma(F a, F b, F c) { return a * b + c; }
 FASTCSSL_INLINE F fnma(F a, F b, F c) { return c - a * b; }
 FASTCSSL_INLINE F abs(F a) { return max(a, -a); }
 FASTCSSL_INLINE F floor(F a) {
-  const F whole = __builtin_convertvector(__builtin_convertvector(a, I32), F);  // towards nought
+  const F whole = __builtin_convertvector(__builtin_convertvector(a, I32), F);  // rounds towards zero
   return whole > a ? whole - 1.0f : whole;
 }
 FASTCSSL_INLINE F if_equal(F a, F b, F yes, F no) { return a == b ? yes : no; }
 FASTCSSL_INLINE F if_at_least(F a, F b, F yes, F no) { return a >= b ? yes : no; }
 FASTCSSL_INLINE float sum(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
-// 16 interleaved pixels into three channels, last pixel first when `flip`.
+// Separates 16 interleaved pixels into three channels, last pixel first if `flip` is true.
 FASTCSSL_INLINE void load_channels(const std::uint8_t* p, bool flip, Bytes& r, Bytes& g, Bytes& b) {
   for (int i = 0; i < 16; ++i) {
     const std::uint8_t* pixel = p + 3 * (flip ? 15 - i : i);
@@ -54,7 +54,7 @@ FASTCSSL_INLINE void load_channels(const std::uint8_t* p, bool flip, Bytes& r, B
   }
 }
 
-// Pixels part * kLanes .. (part + 1) * kLanes - 1 of the 16.
+// Returns pixels part * kLanes .. (part + 1) * kLanes - 1 of the 16.
 FASTCSSL_INLINE F to_float(const Bytes& a, int part) {
   const std::uint8_t* v = a.v + part * kLanes;
   return __builtin_convertvector((I32{v[0], v[1], v[2], v[3]}), F);
@@ -66,10 +66,10 @@ FASTCSSL_INLINE I16 load16(const std::int16_t* p) {
   return out;
 }
 FASTCSSL_INLINE void store16(std::int16_t* p, I16 a) { std::memcpy(p, &a, sizeof a); }
-// Unsigned within: the lanes past a row's end hold anything, and may wrap.
+// Uses unsigned arithmetic, because the lanes past the end of a row hold arbitrary values and may overflow.
 FASTCSSL_INLINE I16 add16(I16 a, I16 b) { return (I16)((U16)a + (U16)b); }
 
-// kLanes floats, rounded, into kLanes int16 at p. Adding 1.5 * 2^23 leaves the rounded number in the low bits.
+// Stores kLanes floats as rounded int16 at p. Adding 1.5 * 2^23 leaves the rounded number in the low bits.
 FASTCSSL_INLINE void store_rounded(std::int16_t* p, F a) {
   const F shifted = a + 12582912.0f;
   I32 bits;
@@ -86,13 +86,13 @@ FASTCSSL_INLINE Acc start(std::int32_t value) { return {I32{} + value, I32{} + v
 FASTCSSL_INLINE I32 low_half(I16 a) { return __builtin_convertvector((Half{a[0], a[1], a[2], a[3]}), I32); }
 FASTCSSL_INLINE I32 high_half(I16 a) { return __builtin_convertvector((Half{a[4], a[5], a[6], a[7]}), I32); }
 
-// acc + first weight * a + second weight * b
+// Returns acc + first weight * a + second weight * b.
 FASTCSSL_INLINE Acc accumulate(Acc acc, I16 a, I16 b, Weights w) {
   return {acc.low + low_half(a) * w.first + low_half(b) * w.second,
           acc.high + high_half(a) * w.first + high_half(b) * w.second};
 }
 
-// The sums >> 16, in the order of the lanes.
+// Returns the sums >> 16, in the order of the lanes.
 FASTCSSL_INLINE I16 narrow(Acc acc) {
   I16 out;
   for (int i = 0; i < kLanes; ++i) {
@@ -102,13 +102,13 @@ FASTCSSL_INLINE I16 narrow(Acc acc) {
   return out;
 }
 
-// The sums as floats, in the order of the lanes.
+// Converts the sums to floats, in the order of the lanes.
 FASTCSSL_INLINE void widen(Acc acc, F& first, F& second) {
   first = __builtin_convertvector(acc.low, F);
   second = __builtin_convertvector(acc.high, F);
 }
 
-// Three channels of kLanes pixels into 3 * kLanes interleaved values.
+// Interleaves three channels of kLanes pixels into 3 * kLanes values.
 FASTCSSL_INLINE void interleave(F r, F g, F b, F (&out)[3]) {
   out[0] = F{r[0], g[0], b[0], r[1]};
   out[1] = F{g[1], b[1], r[2], g[2]};

@@ -1,4 +1,4 @@
-"""A data set on disk -> ordered samples. One file a family; `open_source` finds it by the word before the colon."""
+"""Turns a data set on disk into ordered samples. Each family has a module; `open_source` finds it by the kind."""
 
 import importlib
 import pkgutil
@@ -20,23 +20,28 @@ Payload = str | bytes | npt.NDArray[np.uint8]  # the path of a file, its bytes, 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Source:
+    """An opened data set: its classes, its domains and its samples."""
+
     kind: str
-    classes: tuple[str, ...]  # name of every label
-    domains: tuple[str, ...]  # name of every domain; empty where there are none
+    classes: tuple[str, ...]  # the name of every label
+    domains: tuple[str, ...]  # the name of every domain; empty if there are none
     samples: Samples
     payload: Callable[[Sample], Payload]
-    one_size: tuple[int, int] | None = None  # (height, width) when every image has it
+    one_size: tuple[int, int] | None = None  # (height, width) if all images have the same size
     notes: tuple[str, ...] = ()  # decisions that the user should see
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRequest:
+    """The source and the selection that the user asked for."""
+
     kind: str
-    where: str  # what stands behind the colon
+    where: str  # the text after the colon
     classes_file: Path | None = None
     domains: tuple[str, ...] = ()
 
     def root(self) -> Path:
+        """Returns the folder after the colon, which must exist."""
         if not self.where:
             raise PrepError(f"The source '{self.kind}' needs a folder: {self.kind}:PATH.")
         root = Path(self.where).expanduser()
@@ -46,7 +51,7 @@ class SourceRequest:
         return root
 
     def refuse(self, *, classes: bool = False, domains: bool = False) -> None:
-        """Stops when the user asks for a selection that this source cannot make."""
+        """Raises PrepError if the user asked for a selection that this source does not support."""
         if classes and self.classes_file is not None:
             raise PrepError(f"--classes does not apply to the source '{self.kind}'. Leave it out.")
         if domains and self.domains:
@@ -54,7 +59,7 @@ class SourceRequest:
 
 
 def families() -> dict[str, ModuleType]:
-    """Every kind of source -> the module that opens it."""
+    """Returns the module that opens each kind of source."""
     found: dict[str, ModuleType] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
@@ -63,7 +68,7 @@ def families() -> dict[str, ModuleType]:
 
 
 def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[str, ...] = ()) -> Source:
-    """`spec` is KIND or KIND:WHERE, such as imagenet100:/data/imagenet."""
+    """Returns the opened source. `spec` is KIND or KIND:WHERE, such as imagenet100:/data/imagenet."""
     kind, _, where = spec.partition(":")
     known = families()
     if kind not in known:
@@ -73,7 +78,7 @@ def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[s
     request = SourceRequest(kind=kind, where=where, classes_file=classes_file, domains=domains)
     source: Source = known[kind].open_source(request)
     if not len(source.samples):
-        raise PrepError(f"{spec} holds no images. Check the path, or name another source.")
+        raise PrepError(f"{spec} holds no images. Check the path, or use another source.")
     if not (~source.samples.is_val_S).any():
         raise PrepError(f"{spec} holds validation images but no training images. Add some to its training part.")
     return source

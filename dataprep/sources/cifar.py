@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: the original python batches, read without executing them, or train/test folders of PNGs."""
+"""Reads CIFAR-10 and CIFAR-100: the original python batches, without executing them, or train/test folders of PNGs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,7 @@ def _from_batches(kind: str, folder: Path, layout: _Layout) -> Source:
 
 
 def _from_folders(kind: str, folder: Path, layout: _Layout) -> Source:
-    # The official names are in alphabetical order, so the rank of a folder is the official label.
+    # The official names are in alphabetical order, so a folder's position in the sorted list is the official label.
     classes = tuple(subfolders(folder / "train"))
     if len(classes) != layout.num_classes or subfolders(folder / "test") != list(classes):
         raise PrepError(

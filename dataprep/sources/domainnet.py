@@ -1,4 +1,4 @@
-"""DomainNet by its official lists, {domain}_{train,test}.txt, each line "path label"."""
+"""Reads DomainNet by its official lists, {domain}_{train,test}.txt. Each line is "path label"."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ def open_source(request: SourceRequest) -> Source:
 
 
 def _read_list(file: Path, folders: "_FolderCache", class_names: dict[int, str]) -> list[tuple[str, int]]:
-    """Sorted by (label, path)."""
+    """Returns the (path, label) lines of a list, sorted by label and path."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def _read_list(file: Path, folders: "_FolderCache", class_names: dict[int, str])
 
 
 class _FolderCache:
-    """Which files exist, by listing each folder once: half a million single look-ups are slow on network disks."""
+    """Tells which files exist. It lists each folder once, because half a million look-ups are slow on network disks."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

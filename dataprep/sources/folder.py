@@ -1,6 +1,6 @@
-"""Any folder of images: {split}/{class}/image, {domain}/{class}/image or {class}/image.
+"""Reads any folder of images: {split}/{class}/image, {domain}/{class}/image or {class}/image.
 
-Where there is no validation part, a seeded tenth of every class (of every domain) is held out.
+If there is no validation folder, a tenth of the images of every class and domain, chosen by a fixed seed, is held out.
 """
 
 import os
@@ -41,7 +41,9 @@ def open_source(request: SourceRequest) -> Source:
         if val is not None:
             strange = sorted(set(subfolders(root / val)) - set(subfolders(root / train)))
             if strange:
-                raise PrepError(f"{root / val} has classes that {train} lacks, such as {strange[0]}. Make them agree.")
+                raise PrepError(
+                    f"{root / val} has classes that {train} does not have, such as {strange[0]}. Make them agree."
+                )
             rows += [(key, label, NO_DOMAIN, True) for key, label in class_images(root, val, classes)]
         domains: tuple[str, ...] = ()
     elif any(_holds_images(root / name) for name in top):
@@ -63,14 +65,14 @@ def open_source(request: SourceRequest) -> Source:
     if not any(is_val for *_, is_val in rows):
         rows, num_held_out = _hold_out(rows)
         notes.append(
-            f"No validation folder: {num_held_out} images are held out for validation (seeded)."
+            f"There is no validation folder: {num_held_out} images, chosen with a fixed seed, are held out for it."
             if num_held_out
-            else "No validation images: no class has two images to hold one out."
+            else "There are no validation images, because no class has a second image that could be held out."
         )
     empty = sorted({classes[label] for label in range(len(classes))} - {classes[label] for _, label, _, _ in rows})
     if empty:
         raise PrepError(
-            f"{root} has no images for the class {empty[0]} ({len(empty)} empty in all). Fill or remove it."
+            f"{root} has no images for the class {empty[0]} ({len(empty)} empty classes in all). Fill or remove it."
         )
     samples = Samples.collect(rows)
     return Source(
@@ -113,7 +115,7 @@ def _hold_out(rows: list[tuple[str, int, int, bool]]) -> tuple[list[tuple[str, i
 
 
 def _one_size(root: Path, samples: Samples) -> tuple[int, int] | None:
-    """The size that all images share, when it is small. A few are asked first, so that photos cost nothing."""
+    """Returns the size that all images share if it is small. It checks a few first, so that photos take little time."""
     if not len(samples):
         return None
     few = np.unique(np.linspace(0, len(samples) - 1, 64).astype(int)).tolist()
@@ -124,7 +126,7 @@ def _one_size(root: Path, samples: Samples) -> tuple[int, int] | None:
 
 
 def _shared_size(files: Iterable[Path]) -> tuple[int, int] | None:
-    from PIL import Image  # here, so that listing a photo folder does not load it
+    from PIL import Image  # imported here, so that importing this module does not load it
 
     sizes: set[tuple[int, int]] = set()
     for file in files:
@@ -132,7 +134,7 @@ def _shared_size(files: Iterable[Path]) -> tuple[int, int] | None:
             with Image.open(file) as image:
                 sizes.add((image.height, image.width))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            continue  # encoding will say what is wrong with it
+            continue  # the encoder will report what is wrong with the file
         if len(sizes) > 1:
             return None
     return sizes.pop() if sizes else None

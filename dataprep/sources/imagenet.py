@@ -1,6 +1,7 @@
-"""ImageNet-1k as train/val folders by wnid, and its 100-class subset.
+"""Reads ImageNet-1k, with one folder per wnid in train and val, and its 100-class subset.
 
-`imagenet100` is the list of CMC, which CaSSLe's authors confirm using; other "ImageNet-100"s exist, hence --classes.
+`imagenet100` uses the list of CMC, as CaSSLe's authors confirm they do. Other "ImageNet-100" lists exist; use --classes
+for them.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Reads the data in a pickle without executing it.
 
-A pickle is a program; unpickling one from the internet runs it. CIFAR's batches need a dozen of its instructions:
-containers, numbers, strings, and one way to build a numpy array. This interpreter knows just those and calls nothing:
-an array is recognised by the shape of the expression that would have built it.
+A pickle is a program, and unpickling a file from the internet runs it. CIFAR's batches need only a dozen instructions:
+containers, numbers, strings, and one way to build a numpy array. This interpreter knows only those and calls nothing:
+it recognises an array by the form of the expression that would build it.
 """
 
 import pickletools
@@ -22,19 +22,19 @@ _LITERALS = {
 
 
 class PlainPickleError(Exception):
-    pass
+    """A pickle is damaged or holds more than plain data. The text says why."""
 
 
 @dataclass
 class _Name:
-    """A global that the program names. Never looked up."""
+    """A global that the program names. It is never looked up."""
 
     name: str
 
 
 @dataclass
 class _Call:
-    """A call that the program would make. Never made."""
+    """A call that the program would make. It is never made."""
 
     function: str
     args: tuple[Any, ...]
@@ -46,6 +46,7 @@ class _Mark:
 
 
 def read_plain_pickle(file: Path) -> Any:
+    """Returns the data in a pickle. Raises PlainPickleError if the pickle is damaged or holds anything else."""
     try:
         return _settle(_run(file.read_bytes()))
     except PlainPickleError:
@@ -118,7 +119,7 @@ def _run(program: bytes) -> Any:
 def _reduce(function: Any, args: Any) -> Any:
     if not isinstance(function, _Name) or not isinstance(args, tuple):
         raise PlainPickleError("it calls something that is not a named function")
-    if function.name == "_codecs encode":  # how Python 3 writes bytes in old protocols
+    if function.name == "_codecs encode":  # this is how Python 3 writes bytes in old protocols
         text, encoding = args
         if encoding != "latin1":
             raise PlainPickleError(f"it encodes text as {encoding}")
@@ -132,7 +133,7 @@ def _build(target: Any, state: Any) -> None:
     if not isinstance(target, _Call):
         raise PlainPickleError("it sets the state of something that is not an array")
     if target.function == "numpy dtype":
-        return  # byte order of a one-byte type: nothing to keep
+        return  # the byte order of a one-byte type does not matter
     _, shape, dtype, is_fortran, data = state
     if not isinstance(dtype, _Call) or dtype.args[0] != "u1" or is_fortran:
         raise PlainPickleError("it holds an array that is not plain uint8")
@@ -141,7 +142,7 @@ def _build(target: Any, state: Any) -> None:
 
 
 def _settle(value: Any) -> Any:
-    """Arrays in place of the calls that stood for them; byte-string keys as text."""
+    """Returns the data with arrays in place of the calls that represented them, and byte-string keys as text."""
     if isinstance(value, _Call):
         if value.array is None:
             raise PlainPickleError("it holds an unfinished array")

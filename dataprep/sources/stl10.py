@@ -1,4 +1,4 @@
-"""STL-10's labelled binary files: pixels by column, channels first, labels from 1."""
+"""Reads STL-10's labelled binary files: channels first, pixels column by column, labels from 1."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def _read(root: Path, split: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np
     expected = len(labels_S) * 3 * SIZE_PX * SIZE_PX
     if pixels.stat().st_size != expected or not len(labels_S):
         raise PrepError(
-            f"{pixels} has {pixels.stat().st_size} bytes where its {len(labels_S)} labels ask for {expected}. "
+            f"{pixels} has {pixels.stat().st_size} bytes, but its {len(labels_S)} labels need {expected}. "
             "Download STL-10 again."
         )
     if labels_S.min() < 1 or labels_S.max() > len(_NAMES):

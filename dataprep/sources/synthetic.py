@@ -1,4 +1,4 @@
-"""The embedded data set as a source: synthetic[:key=value,...]."""
+"""Offers the embedded data set as a source: synthetic[:key=value,...]."""
 
 from dataclasses import dataclass, fields
 
@@ -18,11 +18,11 @@ _MIXED_PX = (96, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """`size` is the side in pixels, or "mixed": JPEGs whose sides differ, as photos' do."""
+    """The settings of the source. `size` is the side in pixels, or "mixed" for JPEGs of different sizes."""
 
     size: str = "32"
     classes: int = 30
-    train: int = 160  # images a class, spread evenly over the styles
+    train: int = 160  # images per class, spread evenly over the styles
     val: int = 40
     seed: int = 0
     format: str = "pixels"  # or "jpeg"
@@ -50,7 +50,7 @@ def open_source(request: SourceRequest) -> Source:
         return _codec.encode(pixels, _JPEG_QUALITY) if mixed or drawing.format == "jpeg" else pixels
 
     def draw(sample: Sample) -> npt.NDArray[np.uint8]:
-        # Validation images continue the numbering, so that none repeats a training image.
+        # Validation images continue the numbering of the training images, so that none is drawn twice.
         index = int(sample.key.rpartition("/")[2]) + (drawing.train if sample.is_val else 0)
         size_px = _mixed_size(drawing.seed, sample.id) if mixed else (int(drawing.size), int(drawing.size))
         return synthetic.draw(
@@ -98,5 +98,5 @@ def _parse(where: str) -> Drawing:
         choices = ", ".join(map(str, sorted(synthetic.FACTORS)))
         raise PrepError(f"synthetic:{where}: classes is {drawing.classes}; use one of {choices}.")
     if drawing.train < 1:
-        raise PrepError(f"synthetic:{where}: train is {drawing.train}; draw at least one image a class.")
+        raise PrepError(f"synthetic:{where}: train is {drawing.train}; draw at least one image per class.")
     return drawing

@@ -1,4 +1,4 @@
-"""Listing folders of images, one folder a class, in the order that torchvision's ImageFolder gives."""
+"""Lists folders of images, one folder per class, in the order of torchvision's ImageFolder."""
 
 import os
 from collections.abc import Iterator
@@ -12,16 +12,18 @@ IMAGE_SUFFIXES = frozenset(
 
 
 def is_image(name: str) -> bool:
+    """Returns whether a file is an image, judging by its name."""
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def subfolders(folder: Path) -> list[str]:
+    """Returns the sorted names of the folders in a folder, without hidden ones."""
     with os.scandir(folder) as entries:
         return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
 def images_below(folder: Path) -> list[str]:
-    """Paths relative to `folder`, slash-separated: by folder, then by name."""
+    """Returns the images below `folder`, sorted by folder and name, as relative paths with forward slashes."""
     found: list[str] = []
     for here, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -32,7 +34,7 @@ def images_below(folder: Path) -> list[str]:
 
 
 def class_images(root: Path, split: str, classes: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """(key, label) of every image in root/split/class, classes in the given order."""
+    """Yields (key, label) for every image in root/split/class, with the classes in the given order."""
     for label, name in enumerate(classes):
         folder = root / split / name if split else root / name
         if folder.is_dir():
@@ -41,14 +43,17 @@ def class_images(root: Path, split: str, classes: tuple[str, ...]) -> Iterator[t
 
 
 def read_class_list(file: Path) -> tuple[str, ...]:
-    """One class a line (anything after the first word is ignored), sorted: label = rank, as ImageFolder counts."""
+    """Returns the sorted class names of a file. Only the first word of each line counts.
+
+    As in ImageFolder, the label is the position in the sorted list.
+    """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PrepError(f"The class list {file} cannot be read ({error}). Give --classes a text file.") from None
     names = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not names:
-        raise PrepError(f"The class list {file} names no class. Write one class folder's name a line.")
+        raise PrepError(f"The class list {file} names no class. Write the name of one class folder per line.")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise PrepError(f"The class list {file} names {twice[0]} twice. Remove the repetition.")
@@ -56,6 +61,7 @@ def read_class_list(file: Path) -> tuple[str, ...]:
 
 
 def choose_classes(available: list[str], wanted: tuple[str, ...], *, where: Path, listed_in: str) -> tuple[str, ...]:
+    """Returns `wanted`. Raises PrepError if some of these classes are not available."""
     missing = sorted(set(wanted) - set(available))
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")

@@ -1,8 +1,8 @@
-"""Samples -> shards, and shards -> samples. One file a format; `formats` discovers them.
+"""Writes samples to shards and reads them back. Each format has its own module, which `formats` discovers.
 
-A format module defines `FORMAT`, an object with the attributes below. Formats that are streamed write sample after
-sample into a part file. Derived formats are made from whole tar parts by a writer of their own. Whoever wants a stored
-sample asks its format for a reader: how a row of the table becomes bytes is known nowhere else.
+A format module defines `FORMAT`, an object with the attributes below. Streamed formats write one sample after another
+into a part file. Derived formats have a writer that makes files from complete tar parts. Only a format's reader knows
+how a row of the table becomes bytes, so everything that needs a stored sample uses a reader.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from dataprep.table import Table
 
 
 class Place(NamedTuple):
-    """Where a sample lies in its shard; see dataprep.table.place_columns."""
+    """The place of a sample in its shard. See dataprep.table.place_columns."""
 
     place: int
     num_bytes: int
@@ -33,22 +33,24 @@ class Record(NamedTuple):
 
 
 class ShardWriter(Protocol):
-    """Writes one part. `index` is an extra file that the format wants beside its shard, or None."""
+    """Writes one part. `index` is an extra file that the format needs beside its shard, or None."""
 
     index: Path | None
 
     def size_with(self, encoded: Encoded) -> int:
-        """How large the file would be with this sample too."""
+        """Returns the size of the finished file if this sample were added."""
         ...
 
-    def add(self, encoded: Encoded) -> Place: ...
+    def add(self, encoded: Encoded) -> Place:
+        """Writes a sample and returns its place."""
+        ...
 
     def finish(self) -> None:
         """Completes and syncs the file."""
         ...
 
     def abandon(self) -> None:
-        """Closes without completing; the file is discarded."""
+        """Closes the file without completing it. The caller discards it."""
         ...
 
 
@@ -58,7 +60,7 @@ class ShardReader(Protocol):
     def content(self, row: np.void) -> bytes | Pixels:
         """Returns the sample of a row of the table: an encoded image, or pixels [height, width, 3].
 
-        A shard that was cut short may give fewer bytes than the row says; what that means is for the caller to say.
+        A shard that was cut short may give fewer bytes than the row says. The caller must check this.
         """
         ...
 
@@ -66,16 +68,18 @@ class ShardReader(Protocol):
 
 
 class DerivedWriter(Protocol):
-    """Writes whole files, one after another."""
+    """Writes the files of a derived format, one after another."""
 
     def write(self, path: Path, parts: list[Path], rows: list[Table], on_progress: Callable[[int], None]) -> None:
-        """One file from tar parts and their rows: sample i of the file is row i of all rows together."""
+        """Writes one file from tar parts and their rows. Sample i of the file is row i of the concatenated rows."""
         ...
 
     def close(self) -> None: ...
 
 
 class Format(Protocol):
+    """A shard format."""
+
     name: str
     suffix: str
     stores: Literal["jpeg", "pixels"]
@@ -85,28 +89,34 @@ class Format(Protocol):
         ...
 
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
-        """Yields the shard's samples as they lie in it, checked against `rows`: its rows of the table, by place."""
+        """Yields the shard's samples in stored order and checks them against `rows`, its table rows sorted by place."""
         ...
 
 
 @runtime_checkable
 class StreamedFormat(Format, Protocol):
-    def open(self, path: Path) -> ShardWriter: ...
+    """A format that is written sample by sample."""
+
+    def open(self, path: Path) -> ShardWriter:
+        """Opens a new part file."""
+        ...
 
 
 @runtime_checkable
 class DerivedFormat(Format, Protocol):
+    """A format that is made from complete tar parts."""
+
     def require(self) -> None:
-        """Raises PrepError when the format's package is missing."""
+        """Raises PrepError if the format's package is missing."""
         ...
 
     def derive(self, num_workers: int) -> DerivedWriter:
-        """Costs nothing until the first file."""
+        """Returns a writer, which starts its processes only with the first file."""
         ...
 
 
 class ShardDamage(Exception):
-    """A shard does not hold what its rows say; a sentence."""
+    """A shard does not hold what its rows say. The text is a sentence that says why."""
 
 
 def formats() -> dict[str, Format]:

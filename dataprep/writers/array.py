@@ -1,4 +1,4 @@
-"""Small images of one size as one uint8 array [samples, height, width, 3] in a .npy file: lossless, memory-mapped."""
+"""Stores small images of one size as a uint8 array [samples, height, width, 3] in a .npy file that can be mapped."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from dataprep.encode import Encoded, Pixels
 from dataprep.table import Table
 from dataprep.writers import Place, Record, ShardDamage
 
-# Every header is padded to this, so that it can be written again once the number of samples is known.
+# Every header is padded to this size, so that it can be overwritten when the number of samples is known.
 _HEADER_BYTES = 128
 _BUFFER_BYTES = 1 << 20
 
@@ -24,6 +24,8 @@ def _header(count: int, height: int, width: int) -> bytes:
 
 
 class ArrayWriter:
+    """Writes images of one size into an array, whose header comes last."""
+
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=_BUFFER_BYTES)
         self._file.write(bytes(_HEADER_BYTES))
@@ -57,7 +59,7 @@ class ArrayWriter:
 
 
 class ArrayReader:
-    """Maps a shard into memory; `pixels` is all of it, [samples, height, width, 3]."""
+    """Maps a shard into memory. `pixels` is the whole array, [samples, height, width, 3]."""
 
     def __init__(self, shard: Path) -> None:
         self.pixels: Pixels = np.load(shard, mmap_mode="r", allow_pickle=False)
@@ -68,7 +70,7 @@ class ArrayReader:
         return image
 
     def close(self) -> None:
-        del self.pixels  # unmapped with the last view of it
+        del self.pixels  # the file is unmapped together with the last view of it
 
 
 class ArrayFormat:
@@ -86,13 +88,13 @@ class ArrayFormat:
         try:
             pixels = self.reader(shard).pixels
         except (OSError, EOFError, ValueError) as error:
-            raise ShardDamage(f"{shard} is not a whole array ({error})") from None
+            raise ShardDamage(f"{shard} is not a complete array ({error})") from None
         if pixels.dtype != np.uint8 or pixels.ndim != 4 or len(pixels) != len(rows):
-            raise ShardDamage(f"{shard} has shape {pixels.shape} where the table says {len(rows)} samples")
+            raise ShardDamage(f"{shard} has shape {pixels.shape}, but the table says {len(rows)} samples")
         for place, row in enumerate(rows):
             if int(row["array_place"]) != place or pixels.shape[1:3] != (row["height"], row["width"]):
                 raise ShardDamage(f"{shard} does not hold sample {row['id']} at row {place}")
-            # The format has no room for ids and labels; the shard's checksum ties them to the table.
+            # The array has no ids and labels. They come from the table; the shard's checksum ties them to the pixels.
             yield Record(int(row["id"]), int(row["label"]), pixels[place])
 
 

@@ -1,9 +1,9 @@
 """Reads the .beton files that dataprep.writers.ffcv writes, without FFCV.
 
-The layout (FFCV version 2, little-endian): a header, one descriptor per field, one metadata row per
-sample, zeros up to a page boundary, whole pages of image bytes, and an allocation table that says which
-bytes belong to which sample. The header's pointer to that table is written last, so zero means unfinished.
-Nothing in a file is believed before it is checked against the file's size.
+The layout (FFCV version 2, little-endian) is a header, one descriptor per field, one metadata row per sample,
+zeros up to a page boundary, whole pages of image bytes, and an allocation table that says which bytes belong
+to which sample. The header's pointer to that table is written last, so zero means that the file is unfinished.
+Every value is checked against the size of the file before it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataprep.errors import PrepError
 VERSION = 2
 SMALLEST_PAGE = 1 << 21
 DEFAULT_PAGE = 1 << 23
-# The format allows 2 GiB, but Linux moves less than that in one call and FFCV's reader makes only one.
+# The format allows 2 GiB, but Linux reads less than that in one call, and FFCV's reader makes only one call.
 LARGEST_PAGE = 1 << 30
 LARGEST_SIDE = (1 << 16) - 1  # width and height are 16-bit in the format
 INT_TYPE_ID = 1
@@ -45,7 +45,7 @@ ALLOCATION = np.dtype([("sample_id", "<u8"), ("ptr", "<u8"), ("size", "<u8")])
 
 
 class BetonError(PrepError):
-    """A .beton file could not be written or read; the message says what failed and what to do."""
+    """A .beton file could not be written or read. The message says what failed and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +61,12 @@ class JpegRecord:
 
 
 def page_size_for(largest_bytes: int) -> int:
-    """The smallest page, from FFCV's default on, for images of so many bytes (or the largest there is)."""
+    """Returns the smallest page size that holds `largest_bytes`, between FFCV's default and its maximum."""
     return max(DEFAULT_PAGE, min(LARGEST_PAGE, 1 << (max(largest_bytes, 1) - 1).bit_length()))
 
 
 def why_not_storable(record: JpegRecord, page_size: int) -> str:
-    """What keeps a record out of a file with such pages, and what to do about it; "" if nothing does."""
+    """Returns why a record cannot be stored with this page size and what to do, or "" if it can."""
     length, who = len(record.jpeg), f"(id {record.id})"
     if not record.jpeg.startswith(b"\xff\xd8"):
         return f"{who} is not a JPEG; encode it first"
@@ -96,7 +96,7 @@ class BetonFile:
             raise BetonError(
                 f"{path} cannot be read ({error.strerror or error}). Check the path and its permissions."
             ) from error
-        size = len(self._bytes)  # what is mapped, should the file have changed since
+        size = len(self._bytes)  # the mapped size, in case the file has changed since
 
         header = self._table(HEADER, 0, 1)[0]
         if int(header["version"]) != VERSION:
@@ -106,7 +106,7 @@ class BetonFile:
             )
         self.page_size = int(header["page_size"])
         if self.page_size < SMALLEST_PAGE or self.page_size & (self.page_size - 1):
-            raise self._broken(f"its page size, {self.page_size}, is not one FFCV can have")
+            raise self._broken(f"its page size, {self.page_size}, is not valid in FFCV")
         table_start = int(header["alloc_table_ptr"])
         if table_start == 0:
             raise self._broken("its writer stopped before the end (there is no allocation table)")
@@ -153,14 +153,14 @@ class BetonFile:
         return (self[index] for index in range(len(self)))
 
     def _table(self, dtype: np.dtype[np.void], start: int, count: int) -> np.ndarray:
-        """`count` rows at `start`; Python integers, so a huge count cannot wrap around."""
+        """Returns `count` rows at `start`. These are Python integers, so a huge count cannot overflow."""
         end = start + count * dtype.itemsize
         if end > len(self._bytes):
-            raise self._broken(f"it ends at byte {len(self._bytes)} where {end} were expected")
+            raise self._broken(f"it ends at byte {len(self._bytes)}, but {end} bytes are expected")
         return self._bytes[start:end].view(dtype)
 
     def _check(self, table: np.ndarray, data_start: int, data_end: int) -> np.ndarray:
-        """Checks every sample's place; returns the images' sizes in sample order."""
+        """Checks every sample's place and returns the sizes of the images in sample order."""
         count = len(table)
         order = np.argsort(table["sample_id"], kind="stable")  # FFCV lists them worker by worker
         table = table[order]
@@ -173,7 +173,7 @@ class BetonFile:
         outside = (table["ptr"] < data_start) | (table["ptr"] >= data_end)
         outside |= (table["size"] == 0) | (table["size"] > self.page_size)
         self._reject(outside, "lies outside the data")
-        starts = table["ptr"].astype(np.int64)  # all within the file now, so nothing below can overflow
+        starts = table["ptr"].astype(np.int64)  # all values are inside the file, so nothing below can overflow
         sizes = table["size"].astype(np.int64)
         crossing = starts // self.page_size != (starts + sizes - 1) // self.page_size
         self._reject(crossing, "crosses a page")
@@ -193,6 +193,6 @@ class BetonFile:
 
     def _foreign(self) -> BetonError:
         return BetonError(
-            f"{self.path} is an FFCV file with other fields than {', '.join(FIELDS)}. "
+            f"{self.path} is an FFCV file whose fields are not {', '.join(FIELDS)}. "
             "Give the path of a .beton file written by this project."
         )

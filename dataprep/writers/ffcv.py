@@ -1,4 +1,4 @@
-"""FFCV's .beton: one file for each task and split, made from whole tar parts, so its JPEGs are theirs byte for byte."""
+"""FFCV's .beton format: one file per task and split, with the JPEGs of the tar parts, byte for byte."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from dataprep.writers.tar import TarReader
 
 
 class TarRecords:
-    """Samples of tar parts by number. Pickled into FFCV's process, read in its workers."""
+    """The samples of tar parts by number. They are pickled into FFCV's process and read in its workers."""
 
     def __init__(self, parts: list[Path], rows: list[Table]) -> None:
         self._parts = parts
@@ -39,11 +39,12 @@ class TarRecords:
 
     @property
     def largest_bytes(self) -> int:
+        """Returns the size of the largest JPEG."""
         return int(self._rows["tar_bytes"].max())
 
 
 class FfcvWriter:
-    """One process for all files: importing FFCV takes seconds."""
+    """Writes all files with one process, because importing FFCV takes seconds."""
 
     def __init__(self, num_workers: int) -> None:
         self._betons = BetonWriter(num_workers)
@@ -57,7 +58,7 @@ class FfcvWriter:
 
 
 class FfcvReader:
-    """Reads JPEGs of a finished file, which is checked when it is opened."""
+    """Reads the JPEGs of a finished file. Opening the file checks it."""
 
     def __init__(self, shard: Path) -> None:
         self.beton = BetonFile(shard)
@@ -89,7 +90,7 @@ class FfcvFormat:
         try:
             beton = BetonFile(shard)
             if len(beton) != len(rows):
-                raise ShardDamage(f"{shard} holds {len(beton)} samples where the table says {len(rows)}")
+                raise ShardDamage(f"{shard} holds {len(beton)} samples, but the table says {len(rows)}")
             for place, row in enumerate(rows):
                 found = beton[place]
                 numbers = (found.id, found.domain, found.width, found.height)

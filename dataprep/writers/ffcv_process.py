@@ -1,12 +1,12 @@
 """Writes .beton files with FFCV's own DatasetWriter, keeping JPEGs that are already encoded byte for byte.
 
-FFCV's writer waits for ever once one of its workers fails, so it runs in a process of its own:
+FFCV's writer hangs when one of its workers fails, so it runs in a separate process:
 
-    BetonWriter  --spawn-->  writing process (FFCV's parent)  --fork-->  FFCV's workers, anew for each file
+    BetonWriter  --spawn-->  writing process (FFCV's parent)  --fork-->  FFCV's workers, new ones for each file
 
-Spawned, because the caller may have native threads that a fork would break, and kept from file to file, because
-importing FFCV takes seconds. All of them hold one pipe to BetonWriter: it carries progress and the first failure, and
-its end of file proves that they are all gone.
+The writing process is spawned because the caller may have native threads, which a fork would break. It is kept from
+file to file because importing FFCV takes seconds. All of these processes hold one pipe to BetonWriter. The pipe carries
+progress and the first failure, and its end of file proves that all of them have ended.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 from dataprep.writers import beton
 from dataprep.writers.beton import BetonError, BetonFile, JpegRecord
 
-_CHUNK = 16  # records a worker takes at a time; also the step in which FFCV counts progress
-_WORKER_DONE = 77  # a worker's exit status after all its work, which no early exit has by chance
+_CHUNK = 16  # records that a worker takes at a time; FFCV counts progress in the same steps
+_WORKER_DONE = 77  # the exit status of a worker that finished; unlikely to occur by accident
 _PROGRESS, _FAILURE, _DONE = b"P", b"E", b"K"
 INSTALL = 'Run: apt install libopencv-dev libturbojpeg0-dev pkg-config; then: pip install "fastcssl[ffcv]"'
 _Pipe: TypeAlias = "Connection[Any, Any]"
@@ -42,14 +42,14 @@ _OnProgress: TypeAlias = Callable[[int], None] | None
 
 
 class JpegRecords(Protocol):
-    """What to write. It is pickled into the writing process and then read in FFCV's forked workers."""
+    """The records to write. They are pickled into the writing process and read in FFCV's forked workers."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> JpegRecord: ...
 
 
 class _Host(NamedTuple):
-    """What the writing process knows from its start."""
+    """The arguments with which the writing process starts."""
 
     parent: int
     jobs: _Pipe
@@ -58,7 +58,7 @@ class _Host(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """One file."""
+    """A file to write."""
 
     part: Path
     records: JpegRecords
@@ -66,7 +66,7 @@ class _Job(NamedTuple):
 
 
 class BetonWriter:
-    """Writes one file after another. A failure ends the process, and the next file begins with a new one."""
+    """Writes one file after another. A failure ends the writing process, and the next file starts a new one."""
 
     def __init__(self, num_workers: int) -> None:
         if num_workers < 1:
@@ -83,14 +83,14 @@ class BetonWriter:
         self.close()
 
     def write(self, path: Path, records: JpegRecords, *, largest_bytes: int, on_progress: _OnProgress = None) -> None:
-        """Writes record i as sample i of `path`; on any failure leaves neither a file nor a process behind.
+        """Writes record i as sample i of `path`. A failure leaves neither a file nor a process behind.
 
-        `largest_bytes` is the size of the largest JPEG. `on_progress` gets the number of records done so far.
+        `largest_bytes` is the size of the largest JPEG. `on_progress` is called with the number of records done.
         """
         if importlib.util.find_spec("ffcv") is None:
             raise BetonError(f"Writing {path} needs the package ffcv, which is not installed. {INSTALL}")
         if (count := len(records)) == 0:
-            raise BetonError(f"There are no records to write to {path}; FFCV cannot store an empty dataset.")
+            raise BetonError(f"There are no records to write to {path}, and FFCV cannot store an empty data set.")
         part = path.with_name(path.name + ".part")
         job = _Job(part, records, beton.page_size_for(largest_bytes))
         try:
@@ -108,7 +108,7 @@ class BetonWriter:
                 part.unlink()
 
     def close(self) -> None:
-        """Returns when all processes are gone."""
+        """Ends all processes and returns when they have ended."""
         if self._child is not None:
             with self._reports, self._jobs:
                 _end(self._reports, self._child)
@@ -119,11 +119,11 @@ class BetonWriter:
             request = ForkingPickler.dumps(job)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}. Are the records picklable?"
-            raise BetonError(f"No process could be told to write {job.part}: {problem}") from error
+            raise BetonError(f"The request to write {job.part} could not be sent: {problem}") from error
         whole = False
         try:
             child = self._started()
-            with contextlib.suppress(OSError):  # then it has ended, and is found to have
+            with contextlib.suppress(OSError):  # the process has ended; _follow finds out
                 self._jobs.send_bytes(request)
             outcome = _follow(self._reports, child, on_progress)
             whole = outcome == ""
@@ -140,7 +140,7 @@ class BetonWriter:
             (jobs, self._jobs), (self._reports, reports) = context.Pipe(duplex=False), context.Pipe(duplex=False)
             host = _Host(os.getpid(), jobs, reports, self._num_workers)
             child = context.Process(target=_writing_process, args=(host,))
-            with jobs, reports:  # closed here, else the pipe would never end
+            with jobs, reports:  # closed here, otherwise the pipe would never reach its end of file
                 child.start()
             self._child = child
         return self._child
@@ -151,7 +151,7 @@ def _explain(error: BaseException, part: Path) -> str:
     if isinstance(error, ImportError):
         return f"Writing {part} needs the package ffcv, which cannot be loaded ({reason}). {INSTALL}"
     if isinstance(error, OSError):
-        return f"{part} could not be written ({reason}). Free space or choose another folder, then rerun."
+        return f"{part} could not be written ({reason}). Free some space or choose another folder, then run it again."
     return f"FFCV failed while writing {part} ({reason}). Run it again; if it persists, report this message."
 
 
@@ -163,13 +163,13 @@ def _how_it_ended(status: int | None) -> str:
 
 
 def _follow(receiver: _Pipe, child: BaseProcess, on_progress: _OnProgress) -> str | None:
-    """Passes progress on until the end: "" for success, a sentence for a failure, None for a silent death."""
+    """Passes progress on until the end. Returns "" for success, a sentence for a failure, None for a silent crash."""
     while True:
-        try:  # without reaping it, for its id must not pass to another process before _end
+        try:  # does not reap the child, because its id must stay valid until _end
             ended = os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
         except ChildProcessError:
             ended = True
-        if receiver.poll(0.2):  # looked at after that, so that no last message is missed
+        if receiver.poll(0.2):  # after the check above, so that no last message is missed
             try:
                 message = receiver.recv_bytes()
             except EOFError:
@@ -183,7 +183,7 @@ def _follow(receiver: _Pipe, child: BaseProcess, on_progress: _OnProgress) -> st
 
 
 def _end(receiver: _Pipe, child: BaseProcess) -> None:
-    """Ends the writing process and its workers, and returns when they are gone."""
+    """Ends the writing process and its workers, and returns when they have ended."""
 
     def await_end_of_pipe(seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -191,43 +191,43 @@ def _end(receiver: _Pipe, child: BaseProcess) -> None:
             while receiver.poll(max(0.0, deadline - time.monotonic())):
                 receiver.recv_bytes()
 
-    child.terminate()  # it then ends and reaps its workers itself
+    child.terminate()  # the process then ends and reaps its workers
     await_end_of_pipe(1.0)
     child.kill()
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # without a group it had no workers yet
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process group: it had no workers yet
         os.killpg(child.pid or 0, signal.SIGKILL)
-        await_end_of_pipe(10.0)  # bounded: a dead network disk can hold even a killed process
+        await_end_of_pipe(10.0)  # limited, because a dead network disk can block even a killed process
         child.join(10.0)
-        for _ in range(50):  # a process closes its files a moment before it is gone
+        for _ in range(50):  # a process closes its files slightly before it ends
             os.killpg(child.pid or 0, 0)
             time.sleep(0.02)
     child.join(10.0)
 
 
-# From here on: in the writing process and in FFCV's workers.
+# The rest of this file runs in the writing process and in FFCV's workers.
 
 
 def _send(host: _Host, kind: bytes, text: str = "") -> None:
-    try:  # below PIPE_BUF, so that messages of several processes cannot mix
+    try:  # shorter than PIPE_BUF, so that messages of several processes cannot mix
         host.reports.send_bytes(kind + text.encode(errors="replace")[:3500])
     except OSError:
-        os._exit(1)  # nobody listens any more
+        os._exit(1)  # the receiver is gone
 
 
 def _die_with(parent: int) -> None:
-    """Makes the kernel kill this process when its parent dies, however that dies."""
+    """Makes the kernel kill this process when its parent dies, however the parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 
 def _writing_process(host: _Host) -> None:
     _die_with(host.parent)
-    os.setsid()  # a group that can be killed as one, out of reach of the terminal's Ctrl-C
+    os.setsid()  # a process group of its own: it can be killed together and gets no Ctrl-C from the terminal
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    multiprocessing.set_start_method("fork", force=True)  # FFCV needs it; Python 3.14 has another default
+    multiprocessing.set_start_method("fork", force=True)  # FFCV needs fork; Python 3.14 has another default
     workers: list[BaseProcess] = []
 
     def stop(*_: object) -> NoReturn:
@@ -257,7 +257,7 @@ def _writing_process(host: _Host) -> None:
 
 
 class _WholeWrites(io.FileIO):
-    """FFCV ignores how much one write() took; a nearly full disk takes a part and only then reports."""
+    """Writes all bytes or raises an error. FFCV ignores short writes, which happen on a nearly full disk."""
 
     def write(self, data: Any, /) -> int:
         rest = memoryview(data)
@@ -267,7 +267,7 @@ class _WholeWrites(io.FileIO):
 
 
 def _import_writer() -> Any:
-    """Returns FFCV's writer module, imported without compiling for seconds what only FFCV's reader needs."""
+    """Returns FFCV's writer module, imported without the slow compilation of code that only FFCV's reader needs."""
     config: Any = importlib.import_module("numba.core.config")
     jit_disabled = config.DISABLE_JIT
     config.DISABLE_JIT = 1
@@ -286,7 +286,7 @@ def _ffcv_dataset(host: _Host, job: _Job) -> Any:
                 problem = beton.why_not_storable(record, job.page_size)
             except BaseException as error:
                 problem = f"could not be read ({type(error).__name__}: {error}); repair it or leave it out"
-            if problem:  # sent from here: FFCV can wait for other workers before it passes an error on
+            if problem:  # sent from here, because FFCV may wait for other workers before it reports an error
                 _send(host, _FAILURE, f"Record {index} {problem}.")
                 os._exit(1)
             return record, record.label, record.id, record.domain
@@ -295,8 +295,8 @@ def _ffcv_dataset(host: _Host, job: _Job) -> Any:
 
 
 def _jpeg_field() -> Any:
-    """Returns an FFCV field that stores a JPEG as it is; a reader takes it for FFCV's RGBImageField."""
-    # Imported from its own module: in `ffcv.writer` the replacement made for the last file stands.
+    """Returns an FFCV field that stores a JPEG unchanged. Readers see FFCV's RGBImageField."""
+    # Imported from its own module, because `ffcv.writer` still has the replacement made for the last file.
     rgb_image_field: Any = importlib.import_module("ffcv.fields").RGBImageField
 
     class JpegField(rgb_image_field):  # type: ignore[misc]
@@ -310,7 +310,7 @@ def _jpeg_field() -> Any:
 
 
 def _run_ffcv(host: _Host, job: _Job, workers: list[BaseProcess]) -> None:
-    """Writes one file, with what FFCV has no hooks for replaced in its module: this process does nothing else."""
+    """Writes one file. Replaces parts of FFCV's module that have no hooks, which is safe in this separate process."""
     writer = _import_writer()
     memory_allocator: Any = importlib.import_module("ffcv.memory_allocator").MemoryAllocator
     handlers: dict[int, Any] = writer.TYPE_ID_HANDLER
@@ -336,7 +336,7 @@ def _run_ffcv(host: _Host, job: _Job, workers: list[BaseProcess]) -> None:
                 os._exit(1)
             raise SystemExit(_WORKER_DONE)
 
-    class Progress:  # in place of FFCV's progress bar, which it makes when the last worker has started
+    class Progress:  # replaces FFCV's progress bar, which FFCV creates after it has started the last worker
         def __init__(self, **_: Any) -> None:
             self.done = 0
             watch.start()
@@ -348,7 +348,7 @@ def _run_ffcv(host: _Host, job: _Job, workers: list[BaseProcess]) -> None:
         def close(self) -> None: ...
 
     def shared_memory(*, size: int, **_: Any) -> SimpleNamespace:
-        # FFCV's named memory would outlive a killed process and is scarce in containers; forks need no name.
+        # FFCV's named memory would outlive a killed process and is scarce in containers. Forks need no name.
         return SimpleNamespace(buf=mmap.mmap(-1, size), close=lambda: None, unlink=lambda: None)
 
     handlers[beton.RGB_TYPE_ID] = _jpeg_field()
@@ -358,11 +358,11 @@ def _run_ffcv(host: _Host, job: _Job, workers: list[BaseProcess]) -> None:
     output = writer.DatasetWriter(str(job.part), columns, job.page_size, host.num_workers)
     output.from_indexed_dataset(_ffcv_dataset(host, job), indices=range(len(job.records)), chunksize=_CHUNK)
     is_whole.set()
-    watch.join()  # so that it says nothing about this file during the next
+    watch.join()  # so that it reports nothing about this file during the next one
 
 
 def _watch(host: _Host, job: _Job, workers: list[BaseProcess], is_whole: threading.Event) -> None:
-    """Reports a worker that ended before its work did, which FFCV never notices."""
+    """Reports workers that ended before their work was done, which FFCV does not notice."""
     running = list(workers)
     while running and not is_whole.wait(0.1):
         for worker in [worker for worker in running if worker.exitcode is not None]:

@@ -1,6 +1,6 @@
-"""WebDataset's layout: {id}.jpg and {id}.cls in a plain tar, with an index of offsets.
+"""Writes and reads WebDataset's layout: {id}.jpg and {id}.cls in a plain tar, with an index of offsets.
 
-Any tar tool, webdataset and DALI's WebDataset reader read it. Headers are fixed (no times, no owners), so the same
+Any tar tool, webdataset and DALI's WebDataset reader can read it. Headers have no times and no owners, so the same
 samples give the same bytes.
 """
 
@@ -26,10 +26,11 @@ def _padded(num_bytes: int) -> int:
 
 
 def member_name(sample_id: int, suffix: str) -> str:
+    """Returns the name of a file in the archive."""
     return f"{sample_id:010d}.{suffix}"
 
 
-# A header by tarfile, into which only name, size and checksum are filled: building one anew takes ten times as long.
+# A header made by tarfile. Only name, size and checksum are filled in: making a new header takes ten times as long.
 _TEMPLATE = tarfile.TarInfo("").tobuf(tarfile.USTAR_FORMAT)
 _NAME, _SIZE, _CHECKSUM = slice(0, 100), slice(124, 136), slice(148, 156)
 
@@ -44,6 +45,8 @@ def _header(name: str, num_bytes: int) -> bytes:
 
 
 class TarWriter:
+    """Writes samples into a tar part and collects the lines of its index."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("wb", buffering=_BUFFER_BYTES)
@@ -66,7 +69,7 @@ class TarWriter:
         return Place(jpeg_at, len(encoded.jpeg))
 
     def _member(self, name: str, content: bytes) -> int:
-        """Where the content begins."""
+        """Writes one file of the archive and returns where its content begins."""
         begin = self._position + _BLOCK
         padding = _padded(len(content)) - len(content)
         self._file.write(b"".join((_header(name, len(content)), content, bytes(padding))))
@@ -78,7 +81,8 @@ class TarWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        # The format of NVIDIA's wds2idx: a version and count, then a line a sample of (kind, offset, size, name).
+        # The format of NVIDIA's wds2idx: version and count, then one line per sample with the kind, offset, size and
+        # name of each of its files.
         self.index = self._path.with_name(self._path.name + ".idx")
         lines = [f"v1.2 {len(self._index_lines)}", *self._index_lines]
         self.index.write_text("\n".join(lines) + "\n", encoding="ascii")
@@ -88,7 +92,7 @@ class TarWriter:
 
 
 class TarReader:
-    """Reads members by their offsets; nothing of the archive's own structure is looked at."""
+    """Reads images by their offsets, without parsing the archive."""
 
     def __init__(self, shard: Path) -> None:
         self._file = os.open(shard, os.O_RDONLY)
@@ -113,7 +117,7 @@ class TarFormat:
         return TarReader(shard)
 
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
-        """Walks the archive as any tar tool would, and holds each member against its row."""
+        """Yields the samples by reading the archive as a tar tool does, and checks each against its row."""
         try:
             with tarfile.open(shard, "r:") as archive:
                 for row in rows:
@@ -126,12 +130,12 @@ class TarFormat:
                     content, label = archive.extractfile(jpeg), archive.extractfile(cls)
                     assert content is not None and label is not None
                     yield Record(int(row["id"]), int(label.read()), content.read())
-                    # tarfile remembers every member; a large shard would fill memory.
+                    # tarfile remembers every member, which would fill the memory for a large shard.
                     archive.members = []  # type: ignore[attr-defined]
                 if archive.next() is not None:
                     raise ShardDamage(f"{shard} holds more samples than the table says")
         except (tarfile.TarError, OSError, ValueError) as error:
-            raise ShardDamage(f"{shard} is not a whole tar archive ({error})") from None
+            raise ShardDamage(f"{shard} is not a complete tar archive ({error})") from None
 
 
 FORMAT = TarFormat()

@@ -30,7 +30,7 @@ def test_inspect_draws_views(built: Path, tmp_path: Path) -> None:
         assert image.width > 900 and image.height > 600
         assert np.asarray(image.convert("RGB")).std() > 40
     prep_refused("inspect", built, "--views", "pnr-moko-cifar", "--sheet", sheet, says=("pnr-moco-cifar",))
-    prep_refused("inspect", built, "--views", "pnr-moco-cifar", says=("add --sheet",))
+    prep_refused("inspect", built, "--views", "pnr-moco-cifar", says=("Add --sheet",))
 
 
 def reference(spec: ViewSpec) -> v2.Compose:

@@ -90,7 +90,7 @@ def test_a_killed_build_goes_on_after_the_last_whole_part(tmp_path: Path) -> Non
     before = {file["path"]: (out / file["path"]).stat().st_mtime_ns for part in done for file in part["files"]}
     assert before
     text = prep_ok(*args)
-    assert "Went on after" in text
+    assert "Resumed after" in text
     assert {path: (out / path).stat().st_mtime_ns for path in before} == before  # not written again
 
 
@@ -334,7 +334,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         sealed = [json.loads(line) for line in (disk / "out" / ".build" / "journal").read_text().splitlines()]
         assert sealed and all((disk / "out" / part["files"][0]["path"]).exists() for part in sealed)
         subprocess.run(["mount", "-o", "remount,size=60m", disk], check=True)
-        assert "Went on after" in prep_ok(*args, "--out", disk / "out")
+        assert "Resumed after" in prep_ok(*args, "--out", disk / "out")
         assert prep("verify", disk / "out").returncode == 0
     finally:
         subprocess.run(["umount", "-l", disk], check=True)

@@ -206,7 +206,7 @@ def outcomes(even: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         ("kill worker", ["worker", "signal 9", "fewer workers"]),
         ("leave worker", ["worker", "status 0"]),
         ("kill writer", ["process that writes", "signal 9"]),
-        ("full", ["x.beton.part", "File too large", "Free space"]),
+        ("full", ["x.beton.part", "File too large", "Free some space"]),
     ],
 )
 def test_failure_is_a_sentence_and_leaves_nothing(outcomes: dict[str, Outcome], trouble: str, words: list[str]) -> None:

@@ -268,7 +268,7 @@ def test_stl10(tmp_path: Path) -> None:
     for row in (0, 9):
         assert (np.asarray(source.payload(source.samples[row])) == images[row]).all()
     (folder / "train_X.bin").write_bytes(b"short")
-    with pytest.raises(PrepError, match="has 5 bytes where"):
+    with pytest.raises(PrepError, match="has 5 bytes, but its"):
         open_source(f"stl10:{tmp_path}")
     (folder / "train_X.bin").unlink()
     with pytest.raises(PrepError, match="is missing"):
