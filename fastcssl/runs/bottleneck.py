@@ -91,15 +91,17 @@ def _by_stage(
     seconds = {name: main.get(name, 0.0) for name in ("probe", "checkpoint", "strategy")}
     seconds["augmentation"] = main.get("augment", 0.0)
     if machine.device == "cuda" and "idle" in device:
-        # The GPU either computes the model or is idle. A wait of the host costs nothing while the GPU's queue has work.
+        # The GPU computes the model, is idle, or gets its work only as fast as the host launches it. A wait of the host
+        # costs nothing while the queue of the GPU has work.
         inside = wait + model + seconds["augmentation"]
         idle = min(device["idle"], inside)
         lost = min(wait + seconds["augmentation"], idle)
         seconds["augmentation"] = min(seconds["augmentation"], lost)
         wait = lost - seconds["augmentation"]
         seconds["transfer"] = min(idle - lost, device.get("transfer", 0.0))
-        seconds["host"] = idle - lost - seconds["transfer"]
-        model = inside - idle
+        launched = min(device.get("launch", 0.0), inside - idle)
+        seconds["host"] = idle - lost - seconds["transfer"] + launched
+        model = inside - idle - launched
     seconds["model"] = model
     busy = {_OF_LOADER[name]: 0.0 for name in _OF_LOADER}
     for name, spent in loader.items():

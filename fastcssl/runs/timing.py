@@ -2,7 +2,8 @@
 
 `main`: seconds of the training thread by stage, which add up to the task's total time. `loader`: seconds of the
 loader's threads by stage, summed over the threads, which work in parallel with training. `device`: seconds in which a
-GPU was idle ("idle") or copied a batch ("transfer"), measured with its events.
+GPU was idle between steps ("idle"), took a step at the pace of the host ("launch") or copied a batch ("transfer"),
+measured with its events.
 """
 
 import time
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 MAIN = ("model", "wait", "augment", "probe", "checkpoint", "strategy")
 LOADER = ("read", "decode", "crop", "photometric")
+_HOST_PACED = 1.1  # a step that takes at most this multiple of its launching waited for the host
 
 
 class Rates:
@@ -61,24 +63,35 @@ class DeviceIdle:
     """The share of the time that a GPU's stream was idle between two steps, measured with events. None on a CPU.
 
     Nothing here waits for the device: an event is read only after it has passed. Call `begin` after the batch was
-    handed over, so that the stream's wait for the copy counts as idle. Gaps inside a step do not count.
+    handed over, so that the stream's wait for the copy counts as idle.
+
+    Gaps inside a step cannot be seen with two events. But if the GPU had nothing queued when the host began to launch a
+    step, and had finished it about when the host had launched the last of it, then the host set the pace: such steps
+    count as `launch_seconds`.
     """
 
     def __init__(self, device: "torch.device", window: int = 50) -> None:
         self._device = device
         self._recent: deque[tuple[float, float]] = deque(maxlen=window)
-        self._pending: deque[tuple[Any, Any, Any]] = deque()  # end of the step before or None, begin, end
+        # End of the step before or None, begin, end, and the host's time if the queue was empty, else 0.
+        self._pending: deque[tuple[Any, Any, Any, float]] = deque()
         self._begin: Any = None
         self._end: Any = None
+        self._queue_was_empty = False
+        self._began_s = 0.0
         self.seconds = 0.0  # idle so far
+        self.launch_seconds = 0.0  # of steps whose pace the host set
 
     def begin(self) -> None:
+        self._queue_was_empty = self._end is None or self._end.query()
+        self._began_s = time.perf_counter()
         self._begin = self._recorded()
 
     def end(self) -> None:
         before, self._end = self._end, self._recorded()
         if self._end is not None:
-            self._pending.append((before, self._begin, self._end))
+            launch_s = time.perf_counter() - self._began_s if self._queue_was_empty else 0.0
+            self._pending.append((before, self._begin, self._end, launch_s))
             self._collect()
 
     def pause(self) -> None:
@@ -96,10 +109,13 @@ class DeviceIdle:
 
     def _collect(self) -> None:
         while self._pending and self._pending[0][2].query():
-            before, begin, end = self._pending.popleft()
+            before, begin, end, launch_s = self._pending.popleft()
             idle_ms = before.elapsed_time(begin) if before is not None else 0.0
-            self._recent.append((idle_ms, idle_ms + begin.elapsed_time(end)))
+            step_ms = begin.elapsed_time(end)
+            self._recent.append((idle_ms, idle_ms + step_ms))
             self.seconds += idle_ms / 1000
+            if step_ms / 1000 <= _HOST_PACED * launch_s:
+                self.launch_seconds += step_ms / 1000
 
     @property
     def share(self) -> float | None:

@@ -103,7 +103,8 @@ class Meter:
         """Reads the clocks that run outside the loop: those of the loader and of the device."""
         self.stages.follow("loader", self._run.loader.stage_seconds())
         if self._run.device.type == "cuda":
-            own = {"idle": self._idle.seconds, "transfer": 0.0, "augment": 0.0, **self._stream.device_seconds}
+            own = {"idle": self._idle.seconds, "launch": self._idle.launch_seconds, "transfer": 0.0, "augment": 0.0}
+            own |= self._stream.device_seconds
             self.stages.follow("device", own)
 
     # ---- Reports -----------------------------------------------------------------------------------------------------

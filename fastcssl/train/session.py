@@ -17,6 +17,7 @@ from fastcssl.config.config import Resume
 from fastcssl.config.recipes import Recipe
 from fastcssl.errors import Diverged, UserError
 from fastcssl.evaluate.online_probe import ParityProbe, probe
+from fastcssl.learn.random_state import random_state
 from fastcssl.runs.checkpoint import CheckpointError, Checkpoints
 from fastcssl.runs.interrupt import Stop
 from fastcssl.runs.layout import RunFolder, locked, set_aside
@@ -152,7 +153,7 @@ class Session:
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         return state | {
-            "rng": self._world.collect(torch.get_rng_state()),
+            **random_state(self._world, self._run.device),
             "tasks": [asdict(report) for report in self._tasks],
             "strategy_name": self._run.strategy.name,
         }

@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastcssl.config.upgrades import implied
 from fastcssl.errors import UserError
+from fastcssl.learn.random_state import restore_random_state
 from fastcssl.runs.checkpoint import Found, latest, load, refuse_changed
 from fastcssl.runs.layout import RunFolder, adopt_encoders, start_of
 from fastcssl.runs.log import TaskReport
@@ -84,6 +83,4 @@ def restore(run: Run, start: Start) -> None:
         # The state is from a run with another strategy: ours derives what it needs from the finished task.
         run.strategy.begin_task(task, run.method)
         run.strategy.end_task(task, run.method)
-    ranks = start.state["rng"]
-    if run.world.rank < len(ranks):
-        torch.set_rng_state(ranks[run.world.rank])
+    restore_random_state(start.state, run.world, run.device)

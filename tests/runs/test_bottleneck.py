@@ -33,6 +33,8 @@ def times(main: dict[str, float], loader: dict[str, float] | None = None, **devi
         ("augmentation", times({"augment": 6, "model": 4}), Machine(augment="torch"), "--augment fused"),
         ("transfer", times({"wait": 0.1, "model": 9.9}, idle=8, transfer=7), GPU, "--loader resident"),
         ("host", times({"wait": 0.1, "model": 9.9}, idle=8, transfer=0.5), GPU, "--compile inductor"),
+        ("host", times({"wait": 0.1, "model": 9.9}, idle=1, launch=7), GPU, "--compile inductor"),
+        ("model", times({"wait": 0.1, "model": 9.9}, idle=1, launch=2), GPU, "--compile inductor"),
         ("model", times({"wait": 1, "model": 9}, {"decode": 5}), CPU, "GPU"),
         ("model", times({"wait": 8, "model": 2}, {"decode": 5}, idle=0.5, transfer=3), GPU, "--compile inductor"),
         ("model", times({"model": 9}), Machine(device="cuda"), "--precision bf16"),

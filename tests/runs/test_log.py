@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import backend
 
+from fastcssl.runs import timing
 from fastcssl.runs.log import (
     EpochReport,
     ProbeReport,
@@ -336,6 +337,33 @@ def test_device_idle_counts_the_gaps_between_finished_steps(monkeypatch: pytest.
     idle.begin()
     idle.end()
     assert idle.share == 6 / (30 + 20)
+
+
+@pytest.mark.parametrize(
+    ("case", "launch_ms", "now", "launched_ms"),
+    [
+        ("the card finished with the host", 19, 10.0, 20),
+        ("the card computed longer than the host launched", 9, 10.0, 0),
+        ("the card still had the step before to do", 19, 8.0, 0),
+    ],
+)
+def test_steps_at_the_hosts_pace_are_told_from_the_models(
+    case: str, launch_ms: float, now: float, launched_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    FakeEvent.times = iter([0.0, 9.0, 10.0, 30.0])  # the second step takes the card 20 ms
+    clock = iter([0.0, 0.0, 1.0, 1.0 + launch_ms / 1000])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    idle = DeviceIdle(torch.device("cuda:0"))
+    FakeEvent.now = -1.0
+    idle.begin()
+    idle.end()
+    FakeEvent.now = now
+    idle.begin()
+    FakeEvent.now = 30.0
+    idle.end()
+    assert idle.launch_seconds == pytest.approx(launched_ms / 1000), case
 
 
 def test_device_idle_is_unknown_on_a_cpu() -> None:
