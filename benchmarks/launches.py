@@ -47,9 +47,9 @@ def table(rows: list[dict[str, Any]], before: dict[tuple[str, int], dict[str, An
     """Returns the table of one number of ranks: each count, and what it was before."""
     title = "one rank" if ranks == 1 else f"one of {ranks} ranks"
     made = Table(title=f"Dispatched per step, {title}", box=box.SIMPLE_HEAD, title_justify="left")
-    made.add_column("method / strategy")
-    for heading in ("operations", "before", "host syncs", "before", "collectives", "before"):
-        made.add_column(heading, justify="right", style="dim" if heading == "before" else "")
+    made.add_column("method/strategy", no_wrap=True)
+    for heading in ("operations", "before", "syncs", "before", "collectives", "before"):
+        made.add_column(heading, justify="right", no_wrap=True, style="dim" if heading == "before" else "")
     for row in rows:
         if "error" in row:
             made.add_row(row["name"], f"[red]failed: {row['error'][:60]}")
