@@ -1,6 +1,10 @@
 // The three places where CUDA's syntax is not C++: spelled as macros, so that the same .cu also compiles under g++ with
-// tests/emulator, which defines them its own way.
+// tests/emulator, which defines them its own way. And what a launch left behind.
 #pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/failure.h"
 
 #if defined(FASTCSSL_EMULATOR)
 
@@ -14,3 +18,10 @@
 #define FASTCSSL_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
 #endif
+
+namespace fastcssl {
+
+// Of the launch just before: `kernel` is its name, for whoever reads the error.
+inline device::Failure launched(const char* kernel) { return {static_cast<int>(cudaGetLastError()), kernel}; }
+
+}  // namespace fastcssl

@@ -16,6 +16,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../device/failure.h"
+
 namespace fastcssl::infonce {
 
 enum class Type { float32, float16, bfloat16 };
@@ -58,16 +60,16 @@ struct Ring {
 // float32 products on tensor cores: each operand as one TF32 number, or as the sum of two (three products).
 enum class Precision { tf32, tf32x3 };
 
-// ---- CUDA (infonce_cuda.cu). All pointers are of the current device; nothing waits for it; errors are cudaError_t
-// numbers, 0: none. A bank that the sweep reads begins at a multiple of 16 bytes, as every tensor of its own does, or the
-// error is cudaErrorMisalignedAddress.
+// ---- CUDA (infonce_cuda.cu). All pointers are of the current device; nothing waits for it. A bank that the
+// sweep reads begins at a multiple of 16 bytes, as every tensor of its own does, or the error is
+// cudaErrorMisalignedAddress.
 
 // Widths that the kernels take: multiples of 8 up to 256.
 bool infonce_cuda_takes(int dim);
 std::size_t infonce_cuda_workspace_bytes(const Rows& rows, const Bank* banks, int num_banks, Precision precision);
-int infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision precision, const Result& result,
-                 void* workspace, void* stream);
+device::Failure infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision precision,
+                             const Result& result, void* workspace, void* stream);
 // After the sweep on the same stream: the sweep has read the old rows.
-int enqueue_cuda(const Ring* rings, int num_rings, int dim, void* stream);
+device::Failure enqueue_cuda(const Ring* rings, int num_rings, int dim, void* stream);
 
 }  // namespace fastcssl::infonce

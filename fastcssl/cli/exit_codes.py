@@ -83,10 +83,11 @@ def explained() -> Iterator[None]:
     """Turns what a user or a machine can cause into a sentence; anything else keeps its traceback."""
     import torch
 
-    from fastcssl.distributed.world import RankLost
+    from fastcssl.distributed.world import RankLost, watched
 
     try:
-        yield
+        with watched("a collective", by_type=True):  # of torch's own, such as those of SyncBatchNorm
+            yield
     except RankLost as error:
         raise Ended(f"{error} To go on, run the same command again.", ExitCode.FAILED) from None
     except Diverged as error:
