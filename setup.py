@@ -117,7 +117,7 @@ def chosen_architectures(nvcc: Path) -> Architectures:
     known = frozenset(int(number) for number in re.findall(r"compute_(\d+)$", listed.stdout, re.MULTILINE))
     chosen = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHITECTURES, known)
     for remark in chosen.remarks:
-        print(f"fastcssl: {remark}.", file=sys.stderr)
+        sys.stderr.write(f"fastcssl: {remark}.\n")
     return chosen
 
 

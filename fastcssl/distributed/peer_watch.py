@@ -9,7 +9,7 @@ its next collective, which raises RankLost. It ends, its own connection closes, 
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class PeerWatch:
         self._next, self._previous = (rank + 1) % size, (rank - 1) % size
         self._communicators = communicators
         self._lost = ""
-        self._group = dist.new_group(backend="gloo", timeout=_A_RUN)
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_A_RUN))
         self._thread = threading.Thread(target=self._listen, name="peer watch", daemon=True)
         self._thread.start()
 

@@ -1,6 +1,6 @@
 """Runs every kernel and the loader once, as a program for compute-sanitizer: DEVICE, and a folder of prepared data.
 
-    python -m fastcssl.doctor.exercise cuda DATA
+python -m fastcssl.doctor.exercise cuda DATA
 """
 
 import sys
@@ -45,7 +45,7 @@ def load(device: str, prepared: Prepared, loader: str) -> None:
     config = LoaderConfig(policy=views, batch_size=8, loader=loader, num_threads=1, device=device, dtype=torch.float16)
     sums = []
     with Loader(prepared, config) as opened:
-        for batch in opened.open(Selection()).epoch(0):
+        for batch in opened.open(Selection(tasks=(0,))).epoch(0):
             sums += [view.float().sum() for view in batch.views]
     if not sums or not torch.stack(sums).isfinite().all():
         raise RuntimeError(f"the loader {loader} gave {len(sums)} views, not all of them finite")
@@ -53,4 +53,4 @@ def load(device: str, prepared: Prepared, loader: str) -> None:
 
 if __name__ == "__main__":
     exercise(sys.argv[1], Path(sys.argv[2]))
-    print(ENDED)
+    sys.stdout.write(f"{ENDED}\n")

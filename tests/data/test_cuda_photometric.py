@@ -275,7 +275,9 @@ def test_sizes_at_the_limits(shape: tuple[int, int, int]) -> None:
     assert (done.returncode, done.stderr) == ((0, b"") if shape[0] == 0 else refused)
 
 
-@pytest.mark.parametrize("launch", ["sum_grey, sum_grid, ", "color_image<T>, color_grid, ", "blur_image<T>, blur_grid, "])
+@pytest.mark.parametrize(
+    "launch", ["sum_grey, sum_grid, ", "color_image<T>, color_grid, ", "blur_image<T>, blur_grid, "]
+)
 def test_a_failed_launch_names_its_kernel(launch: str) -> None:
     kernel = launch.partition(",")[0].removesuffix("<T>")
     threads = "kBlurThreads" if kernel == "blur_image" else "kRunThreads"

@@ -2,10 +2,10 @@
 
 import re
 
+import fake_cuda
 import pytest
 import torch
 
-import fake_cuda
 from fastcssl import ops
 from fastcssl.ops import cards
 

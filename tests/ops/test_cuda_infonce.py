@@ -303,8 +303,8 @@ def test_a_failed_launch_names_its_kernel(function: str, kernel: str, threads: s
     if function == "infonce_cuda":
         done = emulate.run(executable, draw(41, 8, 64, (40,), torch.float16).stdin(), "sweep")
     else:
-        ring = Ring(torch.zeros(4, 8), torch.ones(2, 8), 0, 0, True)
-        done = emulate.run(executable, ring_stdin([ring]), "enqueue")
+        stdin = enqueue_stdin([Bank(4, 8, view=0)], [torch.ones(2, 8)], normalise=True)
+        done = emulate.run(executable, stdin, "enqueue")
     assert done.returncode == 3 and f"{function} returned 9 at {kernel}\n" in done.stderr.decode()
 
 
