@@ -23,14 +23,12 @@ from fastcssl.doctor import (
     Section,
     build,
     checks,
-    exercise,
     failed,
     gpus,
     machine,
     operators,
     packages,
     peers,
-    races,
     run_checks,
     suite,
 )
@@ -340,42 +338,6 @@ def test_nothing_of_ours_is_looked_at_on_an_older_card(monkeypatch: pytest.Monke
 
 
 # ---- What only a card can show, up to the card -----------------------------------------------------------------------
-
-
-def test_races(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert only(races.sanitized()).status == "note"
-    script(tmp_path, "compute-sanitizer", "echo finished")
-    assert [each.status for each in races.sanitized()] == ["ok"] * 4
-    script(
-        tmp_path,
-        "compute-sanitizer",
-        'if [ "$2" = racecheck ]; then echo "===== Race reported between Write and Read"; exit 9; fi; echo finished',
-    )
-    found = {each.name: each for each in races.sanitized()}
-    assert found["racecheck"].status == "failed" and "Race reported between" in found["racecheck"].text
-    assert found["memcheck"].status == "ok"
-    script(tmp_path, "compute-sanitizer", "echo 'Unable to find injection library' >&2; exit 1")
-    assert all("could not run: Unable" in each.text and each.remedy for each in races.sanitized())
-    script(tmp_path, "compute-sanitizer", "exec sleep 5")
-    assert all("no end after" in each.text for each in races.sanitized(limit_seconds=0.1))
-
-
-def test_the_sanitized_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the sanitizer starts it, but on the CPU: the sweep, the rings, the photometry and two loaders run."""
-    data = exercise.prepare(tmp_path / "data")
-    done = subprocess.run(
-        [sys.executable, "-m", "fastcssl.doctor.exercise", "cpu", str(data)], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, f"{exercise.ENDED}\n"), done.stderr
-    ran: list[str] = []
-    monkeypatch.setattr(operators, "enqueue", lambda _: ran.append("enqueue") or Finding("enqueue", "ok", ""))
-    monkeypatch.setattr(
-        operators, "photometry", lambda _: ran.append("photometry") or failed("photometry", "is off", "mend it")
-    )
-    with pytest.raises(RuntimeError, match="photometry: is off"):
-        exercise.exercise("cpu", data)
-    assert ran == ["enqueue", "photometry"]
 
 
 def test_timings(monkeypatch: pytest.MonkeyPatch) -> None:
