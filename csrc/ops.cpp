@@ -124,11 +124,11 @@ Tensor photometric_cuda(Tensor crops, Tensor columns, std::vector<double> mean, 
   const std::vector<std::int64_t> workspace_size{static_cast<std::int64_t>(bytes)};
   Tensor workspace = torch::stable::empty(workspace_size, ScalarType::Byte, std::nullopt, request.crops.device());
   const auto stream = torch::stable::accelerator::getCurrentStream(crops.get_device_index());
-  const int error = fastcssl::views::photometric_cuda(
+  const fastcssl::device::Failure failure = fastcssl::views::photometric_cuda(
       static_cast<const std::uint8_t*>(request.crops.const_data_ptr()), request.num_images, request.height,
       request.width, static_cast<const float*>(request.columns.const_data_ptr()), request.normalisation, request.type,
       out.mutable_data_ptr(), workspace.mutable_data_ptr(), stream.nativeHandle());
-  if (error != 0) refuse("photometric: the CUDA launch failed with error ", error);
+  if (failure) refuse(explain("photometric", failure));
   return out;
 }
 #endif
@@ -143,11 +143,21 @@ std::string photometric_isa(std::string choose) {
   return fastcssl::views::photometric_isa();
 }
 
+// What the library holds for cards: "sm_80;...;compute_120"; "" without CUDA.
+std::string cuda_architectures() {
+#ifdef FASTCSSL_WITH_CUDA
+  return fastcssl::device::cuda_architectures();
+#else
+  return "";
+#endif
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fastcssl, m) {
   m.def("photometric(Tensor crops, Tensor columns, float[] mean, float[] std, ScalarType dtype) -> Tensor");
   m.def("photometric_isa(str choose=\"\") -> str");
+  m.def("cuda_architectures() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastcssl, CPU, m) { m.impl("photometric", TORCH_BOX(&photometric_cpu)); }
@@ -158,4 +168,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastcssl, CUDA, m) { m.impl("photometric", TORCH_BOX(&
 
 STABLE_TORCH_LIBRARY_IMPL(fastcssl, CompositeExplicitAutograd, m) {
   m.impl("photometric_isa", TORCH_BOX(&photometric_isa));
+  m.impl("cuda_architectures", TORCH_BOX(&cuda_architectures));
 }

@@ -16,6 +16,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../device/failure.h"
+
 namespace fastcssl::infonce {
 
 enum class Type { float32, float16, bfloat16 };
@@ -58,16 +60,16 @@ struct Ring {
 // How tensor cores multiply float32 numbers: each operand is one TF32 number, or the sum of two (three products).
 enum class Precision { tf32, tf32x3 };
 
-// ---- CUDA (infonce_cuda.cu). All pointers are on the current device. Nothing waits for the device. The functions
-// return a cudaError_t as int (0 is success). A bank that the sweep reads must begin at a multiple of 16 bytes, as
-// newly allocated tensors do; otherwise the error is cudaErrorMisalignedAddress.
+// ---- CUDA (infonce_cuda.cu). All pointers are on the current device. Nothing waits for the device. A bank that the
+// sweep reads must begin at a multiple of 16 bytes, as newly allocated tensors do; otherwise the error is
+// cudaErrorMisalignedAddress.
 
 // Returns whether the kernels support a width: multiples of 8 up to 256.
 bool infonce_cuda_takes(int dim);
 std::size_t infonce_cuda_workspace_bytes(const Rows& rows, const Bank* banks, int num_banks, Precision precision);
-int infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision precision, const Result& result,
-                 void* workspace, void* stream);
+device::Failure infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision precision,
+                             const Result& result, void* workspace, void* stream);
 // Call this after the sweep, on the same stream: the sweep must read the rows before they are overwritten.
-int enqueue_cuda(const Ring* rings, int num_rings, int dim, void* stream);
+device::Failure enqueue_cuda(const Ring* rings, int num_rings, int dim, void* stream);
 
 }  // namespace fastcssl::infonce

@@ -21,6 +21,7 @@ namespace fastcssl::infonce {
 namespace {
 
 using namespace gpu;
+using device::Failure;
 
 constexpr int kMaxGridY = 65535;
 constexpr int kMinSplitTiles = 4;        // a smaller split costs more to combine than it saves
@@ -158,12 +159,13 @@ std::size_t infonce_cuda_workspace_bytes(const Rows& rows, const Bank* banks, in
   return sums_bytes(plan, rows) + sizeof(float2) * static_cast<std::size_t>(plan.all_splits * rows.num_rows);
 }
 
-int infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision precision, const Result& result,
-                 void* workspace, void* stream) {
-  if (rows.num_rows == 0) return cudaSuccess;
+Failure infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision precision, const Result& result,
+                     void* workspace, void* stream) {
+  if (rows.num_rows == 0) return {};
   Plan plan;
-  cudaError_t error = make_plan(rows, banks, num_banks, precision, plan);
-  if (error != cudaSuccess) return error;
+  if (const cudaError_t error = make_plan(rows, banks, num_banks, precision, plan)) {
+    return {error, "sweep_banks before its launch"};
+  }
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);
   float* const sums_SMD = static_cast<float*>(workspace);
   float2* const weights_MS = reinterpret_cast<float2*>(static_cast<unsigned char*>(workspace) + sums_bytes(plan, rows));
@@ -191,8 +193,7 @@ int infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision p
                     static_cast<unsigned>(launch.num_splits));
     const unsigned threads = static_cast<unsigned>(launch.tile.threads());
     FASTCSSL_LAUNCH(launch.kernel, grid, threads, launch.shared_bytes, queue, sweep);
-    error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
+    if (const Failure failure = launched("sweep_banks")) return failure;
   }
   Combine combine{};
   combine.scaled_MD = rows.scaled_MD;
@@ -207,11 +208,12 @@ int infonce_cuda(const Rows& rows, const Bank* banks, int num_banks, Precision p
   combine.by_scaled_MD = result.by_scaled_MD;
   combine.by_positive_MD = result.by_positive_MD;
   FASTCSSL_LAUNCH(combine_splits, static_cast<unsigned>(rows.num_rows), kCombineThreads, 0, queue, combine);
-  return cudaGetLastError();
+  return launched("combine_splits");
 }
 
-int enqueue_cuda(const Ring* rings, int num_rings, int dim, void* stream) {
-  if (num_rings < 0 || dim <= 0) return cudaErrorInvalidValue;
+Failure enqueue_cuda(const Ring* rings, int num_rings, int dim, void* stream) {
+  const Failure refused{cudaErrorInvalidValue, "write_keys before its launch"};
+  if (num_rings < 0 || dim <= 0) return refused;
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);
   for (int first = 0; first < num_rings; first += kMaxBanks) {
     Rings part{};
@@ -219,21 +221,19 @@ int enqueue_cuda(const Ring* rings, int num_rings, int dim, void* stream) {
     std::int64_t most_keys = 0;
     for (int i = 0; i < part.count; ++i) {
       const Ring& ring = part.rings[i] = rings[first + i];
-      if (ring.num_rows < 0 || ring.num_keys < 0) return cudaErrorInvalidValue;
+      if (ring.num_rows < 0 || ring.num_keys < 0) return refused;
       most_keys = std::max(most_keys, std::min(ring.num_keys, ring.num_rows));
     }
     if (most_keys == 0) continue;
     const std::int64_t num_blocks = divide_up(most_keys, kEnqueueWarps);
-    if (num_blocks > INT_MAX) return cudaErrorInvalidValue;
+    if (num_blocks > INT_MAX) return refused;
     const dim3 grid(static_cast<unsigned>(num_blocks), static_cast<unsigned>(part.count));
     FASTCSSL_LAUNCH(write_keys, grid, kEnqueueThreads, 0, queue, part, dim);
-    cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
+    if (const Failure failure = launched("write_keys")) return failure;
     FASTCSSL_LAUNCH(move_pointers, 1, kWarp, 0, queue, part);
-    error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
+    if (const Failure failure = launched("move_pointers")) return failure;
   }
-  return cudaSuccess;
+  return {};
 }
 
 }  // namespace fastcssl::infonce

@@ -204,6 +204,8 @@ void enqueue_cpu(Tensors rings, Tensors pointers, Tensors filled, Tensors keys, 
 // ---- CUDA: runs on the current stream of the tensors' device without waiting for it.
 
 #ifdef FASTCSSL_WITH_CUDA
+using fastcssl::device::Failure;
+
 Swept run_cuda(const char* op, const Tensor& scaled, const Reading& read, const std::vector<bool>& wanted, bool exact,
                void* stream) {
   if (!infonce::infonce_cuda_takes(read.rows.dim)) {
@@ -217,16 +219,17 @@ Swept run_cuda(const char* op, const Tensor& scaled, const Reading& read, const 
   const std::vector<std::int64_t> workspace_size{static_cast<std::int64_t>(
       infonce::infonce_cuda_workspace_bytes(read.rows, read.banks.data(), num_banks, precision))};
   Tensor workspace = torch::stable::empty(workspace_size, ScalarType::Byte, std::nullopt, scaled.device());
-  const int error = infonce::infonce_cuda(read.rows, read.banks.data(), num_banks, precision, pointers_of(out, wanted),
-                                          workspace.mutable_data_ptr(), stream);
-  if (error != 0) refuse(op, ": the CUDA launch failed with error ", error);
+  const Failure failure = infonce::infonce_cuda(read.rows, read.banks.data(), num_banks, precision,
+                                                pointers_of(out, wanted), workspace.mutable_data_ptr(), stream);
+  if (failure) refuse(explain(op, failure));
   return out;
 }
 
 void write_cuda(const char* op, const Writing& write, void* stream) {
   if (write.rings.empty()) return;
-  const int error = infonce::enqueue_cuda(write.rings.data(), static_cast<int>(write.rings.size()), write.dim, stream);
-  if (error != 0) refuse(op, ": the CUDA launch of the enqueue failed with error ", error);
+  const Failure failure =
+      infonce::enqueue_cuda(write.rings.data(), static_cast<int>(write.rings.size()), write.dim, stream);
+  if (failure) refuse(explain(op, failure));
 }
 
 void* stream_of(const Tensor& tensor) {

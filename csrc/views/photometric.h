@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../device/failure.h"
+
 namespace fastcssl::views {
 
 // The parameters of one sample, as float32 columns of a [N, kNumColumns] tensor. Neutral values leave the image
@@ -61,9 +63,10 @@ const char* photometric_isa();
 bool photometric_force_isa(const char* name);
 
 // CUDA. Processes the whole batch on `stream` (a cudaStream_t). Every pointer is a device pointer. `workspace` has at
-// least photometric_cuda_workspace_bytes bytes. Returns a cudaError_t as int (0 is success) and never synchronises.
+// least photometric_cuda_workspace_bytes bytes. Never synchronises.
 std::size_t photometric_cuda_workspace_bytes(int num_images, int height, int width);
-int photometric_cuda(const std::uint8_t* crops, int num_images, int height, int width, const float* columns,
-                     const Normalisation& normalisation, OutType type, void* out, void* workspace, void* stream);
+device::Failure photometric_cuda(const std::uint8_t* crops, int num_images, int height, int width, const float* columns,
+                                 const Normalisation& normalisation, OutType type, void* out, void* workspace,
+                                 void* stream);
 
 }  // namespace fastcssl::views

@@ -21,6 +21,7 @@ namespace fastcssl::views {
 namespace {
 
 using namespace gpu;
+using device::Failure;
 
 constexpr int kMaxGridY = 65535;
 constexpr int kBatch = 4;  // pixels that a thread processes at a time
@@ -281,37 +282,34 @@ Cut cut_image(int num_images, int height, int width) {
 }
 
 template <typename T>
-cudaError_t launch_all(const Crops& crops, int num_images, const Affine& affine, T* out, cudaStream_t stream) {
+Failure launch_all(const Crops& crops, int num_images, const Affine& affine, T* out, cudaStream_t stream) {
   const int num_pixels = crops.height * crops.width;
   const unsigned images = static_cast<unsigned>(num_images);
   const dim3 sum_grid(static_cast<unsigned>(crops.num_sums), images);
   FASTCSSL_LAUNCH(sum_grey, sum_grid, kRunThreads, 0, stream, crops);
-  cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
+  if (const Failure failure = launched("sum_grey")) return failure;
   const dim3 color_grid(static_cast<unsigned>(divide_up(num_pixels, kRunPixels)), images);
   FASTCSSL_LAUNCH(color_image<T>, color_grid, kRunThreads, 0, stream, crops, Divider(crops.width), affine, out);
-  error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
+  if (const Failure failure = launched("color_image")) return failure;
   const Cut cut = cut_image(num_images, crops.height, crops.width);
   const dim3 blur_grid(static_cast<unsigned>(cut.num_strips) * static_cast<unsigned>(cut.num_segments), images);
   FASTCSSL_LAUNCH(blur_image<T>, blur_grid, kBlurThreads, 0, stream, crops, cut, affine, out);
-  return cudaGetLastError();
+  return launched("blur_image");
 }
 
 // A grid has at most 65,535 rows of blocks, with one row per image, so larger batches need several launches.
 template <typename T>
-cudaError_t launch_in_parts(Crops crops, int num_images, const Affine& affine, T* out, cudaStream_t stream) {
+Failure launch_in_parts(Crops crops, int num_images, const Affine& affine, T* out, cudaStream_t stream) {
   const std::int64_t image_values = static_cast<std::int64_t>(crops.height) * crops.width * 3;
   for (int first = 0; first < num_images; first += kMaxGridY) {
     const int count = std::min(kMaxGridY, num_images - first);
-    const cudaError_t error = launch_all(crops, count, affine, out, stream);
-    if (error != cudaSuccess) return error;
+    if (const Failure failure = launch_all(crops, count, affine, out, stream)) return failure;
     crops.pixels += image_values * count;
     crops.columns += static_cast<std::int64_t>(kNumColumns) * count;
     crops.sums += static_cast<std::int64_t>(crops.num_sums) * count;
     out += image_values * count;
   }
-  return cudaSuccess;
+  return {};
 }
 
 // Offsets inside an image have 32 bits; offsets of images have 64.
@@ -328,10 +326,11 @@ std::size_t photometric_cuda_workspace_bytes(int num_images, int height, int wid
   return sizeof(float) * static_cast<std::size_t>(num_images) * divide_up(num_pixels, sum_pixels_of(num_pixels));
 }
 
-int photometric_cuda(const std::uint8_t* crops, int num_images, int height, int width, const float* columns,
-                     const Normalisation& normalisation, OutType type, void* out, void* workspace, void* stream) {
-  if (num_images == 0) return cudaSuccess;
-  if (!supported(num_images, height, width)) return cudaErrorInvalidValue;
+Failure photometric_cuda(const std::uint8_t* crops, int num_images, int height, int width, const float* columns,
+                         const Normalisation& normalisation, OutType type, void* out, void* workspace, void* stream) {
+  const Failure refused{cudaErrorInvalidValue, "sum_grey before its launch"};
+  if (num_images == 0) return {};
+  if (!supported(num_images, height, width)) return refused;
   const int sum_pixels = sum_pixels_of(height * width);
   const int num_sums = divide_up(height * width, sum_pixels);
   const Crops batch{crops, columns, static_cast<float*>(workspace), height, width, num_sums, sum_pixels};
@@ -349,7 +348,7 @@ int photometric_cuda(const std::uint8_t* crops, int num_images, int height, int 
     case OutType::float16:
       return launch_in_parts(batch, num_images, affine, static_cast<__half*>(out), queue);
   }
-  return cudaErrorInvalidValue;
+  return refused;
 }
 
 }  // namespace fastcssl::views

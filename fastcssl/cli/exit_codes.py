@@ -89,10 +89,11 @@ def explained() -> Iterator[None]:
     """Turns errors that a user or a machine can cause into a sentence. Any other error keeps its traceback."""
     import torch
 
-    from fastcssl.distributed.world import RankLost
+    from fastcssl.distributed.world import RankLost, watched
 
     try:
-        yield
+        with watched("a collective", by_type=True):  # of torch's own, such as those of SyncBatchNorm
+            yield
     except RankLost as error:
         raise Ended(f"{error} Run the same command again to resume.", ExitCode.FAILED) from None
     except Diverged as error:

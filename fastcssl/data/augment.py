@@ -35,10 +35,10 @@ def photometric(
     dtype: torch.dtype = torch.float32,
     impl: Photometry = "auto",
 ) -> Tensor:
-    """Returns [N, 3, H, W], channels-last, on the crops' device. `auto` uses the fused operator if it was compiled."""
+    """Returns [N, 3, H, W], channels-last, on the crops' device. `auto` uses the fused operator where there is one."""
     if impl not in ("auto", "fused", "torch"):
         raise ValueError(f"impl is {impl!r}; use 'auto', 'fused' or 'torch'.")
-    missing = None if impl == "torch" else ops.missing(crops_NHW3.device.type)
+    missing = None if impl == "torch" else ops.missing(crops_NHW3.device)
     if impl == "fused" and missing:
         raise RuntimeError(f"impl='fused' is not possible: {missing}.")
     if impl == "torch" or missing:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastcssl.distributed.peer_watch import Communicators, PeerWatch
 from fastcssl.errors import UserError
 
 Scope = Literal["global", "local"]
@@ -28,6 +29,9 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 # The words with which gloo and its store report a lost peer. NCCL has its own error types.
 _GONE = re.compile(r"connection|timed out|timeout|broken pipe|socket|pair closure", re.IGNORECASE)
 _WHERE = re.compile(r"^\[\S+:\d+\] ")  # the C++ source line that precedes gloo's messages
+
+
+_peers: PeerWatch | None = None  # between connect() and disconnect(), on GPUs
 
 
 class RankLost(RuntimeError):
@@ -39,20 +43,28 @@ class Agreed(Exception):
 
 
 @contextmanager
-def watched(action: str) -> Iterator[None]:
-    """Converts the error that a collective, or DDP's backward pass, raises for a lost peer into RankLost."""
+def watched(action: str, *, by_type: bool = False) -> Iterator[None]:
+    """Converts the error that a collective, or DDP's backward pass, raises for a lost peer into RankLost.
+
+    by_type: look at the type of an error alone, not at its words; for blocks that do more than communicate.
+    """
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, RankLost):
             raise
-        if not isinstance(error, dist.DistBackendError | dist.DistNetworkError) and not _GONE.search(str(error)):
+        is_known = isinstance(error, dist.DistBackendError | dist.DistNetworkError)
+        if not is_known and (by_type or not _GONE.search(str(error))):
             raise
         reason = _WHERE.sub("", str(error).strip().splitlines()[0]).split(". ")[0].rstrip(".")
-        raise RankLost(
-            f"Another rank was lost during {action} ({reason}). "
-            "The first error in the output of the other ranks says why; resume from the last checkpoint."
-        ) from error
+        raise _lost(action, reason) from error
+
+
+def _lost(action: str, reason: str) -> RankLost:
+    return RankLost(
+        f"Another rank was lost during {action} ({reason}). "
+        "The first error in the output of the other ranks says why; resume from the last checkpoint."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +176,9 @@ class World:
                 f"This is rank {dist.get_rank()} of {dist.get_world_size()}, not {self.rank} of {self.size}; "
                 "use the World that connect() returned."
             )
+        # Communicators that were aborted leave wrong values behind: nobody may save or agree on them.
+        if _peers is not None and (reason := _peers.trouble()):
+            raise _lost(action, reason)
         with watched(action):
             yield
 
@@ -209,9 +224,25 @@ def connect(device_kind: DeviceKind = "auto", *, timeout_s: float = 600.0) -> tu
     if size > 1:
         # With GPUs the group has both back ends. The tensor's device selects one, so flags on the CPU bypass NCCL.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            # After an error or a timeout torch aborts the communicators (2), not the process (its default, 3).
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         with watched("connecting"):
             dist.init_process_group(backend, rank=world.rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+            if device.type == "cuda":
+                _watch_peers(world)
     return world, device
+
+
+def _watch_peers(world: World) -> None:
+    global _peers
+    _peers = PeerWatch(world.rank, world.size, _nccl)
+
+
+def _nccl() -> Communicators:
+    group = dist.group.WORLD
+    assert group is not None
+    return cast(Communicators, group._get_backend(torch.device("cuda")))
 
 
 @contextmanager
@@ -254,5 +285,9 @@ def _device(kind: DeviceKind, local_rank: int) -> torch.device:
 
 def disconnect() -> None:
     """Shuts the process group down, if there is one."""
+    global _peers
+    if _peers is not None:
+        _peers.close()
+        _peers = None
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -110,7 +110,7 @@ def cuda_build() -> Iterator[Finding]:
         else:
             yield note("CUDA build", "built without CUDA", remedy)
         return
-    yield ok("CUDA build", f"toolkit {status['toolkit']}, for {_named(status['architectures'])}; later GPUs use PTX")
+    yield ok("CUDA build", f"toolkit {status['toolkit']}, with {_named(status['architectures'])}")
     if torch.version.cuda is not None:
         mine, theirs = status["toolkit"].partition(".")[0], torch.version.cuda.partition(".")[0]
         if mine != theirs:
@@ -122,4 +122,7 @@ def cuda_build() -> Iterator[Finding]:
 
 
 def _named(architectures: str) -> str:
-    return ", ".join(f"sm_{each}" for each in architectures.split(";"))
+    """Returns the machine code and the PTX in words."""
+    entries = architectures.split(";")
+    codes, ptx = ([each for each in entries if each.startswith(kind)] for kind in ("sm_", "compute_"))
+    return f"machine code for {', '.join(codes)} and PTX for {', '.join(ptx)} and later cards"

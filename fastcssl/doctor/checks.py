@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from fastcssl.doctor import REINSTALL, Section, failed, gpus, machine, packages
+from fastcssl.doctor import REINSTALL, Section, failed, machine, packages
 
 
 def diagnose(data: Path | str | None = None, *, full: bool = False) -> list[Section]:
@@ -21,7 +21,8 @@ def checks(data: Path | None = None, *, full: bool = False) -> Iterator[tuple[st
     """Yields a title for progress and the function that runs the check."""
     yield "machine", lambda: machine.machine(data)
     try:
-        from fastcssl.doctor import build, operators, races, timings
+        from fastcssl import ops
+        from fastcssl.doctor import build, gpus, operators, races, timings
     except (ImportError, OSError) as error:  # importing these loads the compiled libraries
         reason = str(error).partition("\n")[0]
         broken = failed("operators", f"fastcssl's compiled part does not load: {reason}", REINSTALL)
@@ -33,8 +34,9 @@ def checks(data: Path | None = None, *, full: bool = False) -> Iterator[tuple[st
     yield "operators on the CPU", lambda: operators.operators("cpu")
     if torch.cuda.is_available():
         yield "operators on the GPU", lambda: operators.operators("cuda")
-        yield "races", races.races
-        yield "speed", timings.timings
+        if ops.missing("cuda") is None:
+            yield "races", races.races
+            yield "speed", timings.timings
     if full:
         from fastcssl.doctor import suite
 

@@ -3,34 +3,28 @@
 import shutil
 import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
+from fastcssl import ops
 from fastcssl.doctor import Finding, Section, failed, note, ok, run_checks
+from fastcssl.ops import cards
 
 
 def gpus() -> Section:
-    return run_checks("GPUs", [("GPUs", cards)])
+    return run_checks("GPUs", [("GPUs", every_card)])
 
 
-def cards() -> Iterator[Finding]:
+def every_card() -> Iterator[Finding]:
     """Yields one finding per GPU, and one if GPUs cannot read each other's memory."""
     if not torch.cuda.is_available():
         yield _none()
         return
-    built = _built_for()
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
         name = f"GPU {number}"
         text = f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 1e9:.0f} GB"
-        if about.major < 8:
-            yield note(name, text, "The fused kernels need compute capability 8.0; this GPU uses plain torch.")
-        elif built and not any(_runs(code, about.major, about.minor) for code in built):
-            remedy = f"Reinstall with TORCH_CUDA_ARCH_LIST='{about.major}.{about.minor}' FASTCSSL_CUDA=1."
-            yield failed(name, f"{text}; this build is for sm_{', sm_'.join(built)} only", remedy)
-        else:
-            yield ok(name, text)
+        yield _operators_on(name, text, (about.major, about.minor))
     if torch.cuda.device_count() > 1:
         peers = [
             (a, b)
@@ -63,17 +57,15 @@ def _none() -> Finding:
     )
 
 
-def _built_for() -> list[str]:
-    """Returns the architectures that the build has code for; empty if unknown."""
-    try:
-        from fastcssl.data import _native
-    except ImportError:
-        return []
-    status: Any = _native.cuda_status()
-    return [each for each in status["architectures"].split(";") if each]
-
-
-def _runs(code: str, major: int, minor: int) -> bool:
-    """Returns whether code runs on a GPU: one of its major version and not older or, through PTX, a later major."""
-    number = int(code.rstrip("af"))
-    return (number // 10 == major and number % 10 <= minor) or number // 10 < major
+def _operators_on(name: str, text: str, capability: cards.Capability) -> Finding:
+    """Says which operators run on a card, and why, as `ops.missing` decides it."""
+    if not ops.architectures():  # the section on the build says so
+        return ok(name, text)
+    reason = cards.unfit(ops.architectures(), capability)
+    if reason is None:
+        return ok(name, f"{text}; the compiled operators run on it")
+    if capability < cards.LEAST:
+        return note(name, f"{text}; plain torch runs in place of the compiled operators", f"Nothing to do: {reason}.")
+    seen = "{}.{}".format(*capability)
+    remedy = f"Reinstall with TORCH_CUDA_ARCH_LIST='{seen}' FASTCSSL_CUDA=1; until then it runs plain torch."
+    return failed(name, f"{text}; this build holds {', '.join(ops.architectures())} only", remedy)

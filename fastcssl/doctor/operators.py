@@ -9,6 +9,7 @@ from fastcssl.data.augment import NEUTRAL, Column, photometric_torch
 from fastcssl.doctor import REPORT_IT, Finding, Section, failed, note, ok, peers, run_checks
 from fastcssl.doctor.peers import Errors
 from fastcssl.learn.memory import Bank
+from fastcssl.ops import cards
 
 # Rows, width and banks: tiles that are not full, many full tiles, a single row, and a bank smaller than the batch.
 SHAPES = ((252, 128, (5000, 333)), (64, 64, (4096, 0)), (1, 256, (77,)), (96, 128, (40, 1000)))
@@ -22,6 +23,9 @@ def operators(device: str) -> Section:
     missing = ops.missing(device) or ops.missing(device, "info_nce_sweep")
     if missing and device == "cpu":  # the section "Build" has reported it
         return Section(f"Operators on {place}", (note("operators", f"not checked: {missing}"),))
+    if missing and torch.cuda.get_device_capability() < cards.LEAST:
+        plain = note("operators", f"plain torch runs in their place: {missing}")
+        return Section(f"Operators on {place}", (plain,))
     if missing:
         remedy = "Reinstall with nvcc on PATH and FASTCSSL_CUDA=1. Until then the GPU runs plain torch."
         return Section(f"Operators on {place}", (failed("operators", missing, remedy),))

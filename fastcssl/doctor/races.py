@@ -3,21 +3,13 @@
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
-from fastcssl.doctor import REPORT_IT, Finding, Section, failed, note, ok, run_checks
+from fastcssl.doctor import REPORT_IT, Finding, Section, exercise, failed, note, ok, run_checks
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-PROGRAM = """
-import torch
-from fastcssl.doctor import operators, peers
-for dtype in (torch.float32, torch.float16):
-    given = peers.problem(72, 128, (300, 70), dtype=dtype, device="cuda")
-    peers.ours()(given)
-assert operators.enqueue("cuda").status == "ok"
-torch.cuda.synchronize()
-print("finished")
-"""
 
 
 def races() -> Section:
@@ -30,8 +22,14 @@ def sanitized(limit_seconds: float = 600) -> Iterator[Finding]:
     if tool is None:
         yield note("compute-sanitizer", "not installed; data races were not checked", "It is part of the CUDA toolkit.")
         return
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _by_each_tool(tool, exercise.prepare(Path(folder) / "data"), limit_seconds)
+
+
+def _by_each_tool(tool: str, data: Path, limit_seconds: float) -> Iterator[Finding]:
+    program = [sys.executable, "-m", "fastcssl.doctor.exercise", "cuda", str(data)]
     for kind in TOOLS:
-        command = [tool, "--tool", kind, "--error-exitcode", "9", sys.executable, "-c", PROGRAM]
+        command = [tool, "--tool", kind, "--error-exitcode", "9", *program]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds)
         except subprocess.TimeoutExpired:
@@ -42,10 +40,12 @@ def sanitized(limit_seconds: float = 600) -> Iterator[Finding]:
         if done.returncode == 9:
             said = [line for line in done.stdout.splitlines() if "=====" in line][:2]
             yield failed(kind, " ".join(said).replace("=", "").strip() or "found errors", REPORT_IT)
-        elif done.returncode or "finished" not in done.stdout:
+        elif done.returncode or exercise.ENDED not in done.stdout:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             yield failed(
                 kind, f"could not run: {' '.join(last)}", "Run it by hand, as root if counters are restricted."
             )
         else:
-            yield ok(kind, "no errors in the contrastive loss and in enqueue")
+            yield ok(
+                kind, "no errors in the contrastive loss, in enqueue, in the photometric kernels and in the loader"
+            )

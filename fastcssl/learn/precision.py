@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from fastcssl.learn.nets import mode
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
+BF16_SINCE = (8, 0)  # the compute capability from which cards compute in bfloat16
 
 
 def amp_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
     """Returns the type in which autocast computes, or None for float32 throughout."""
     if precision == "auto":
         if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+            # torch.cuda.is_bf16_supported() counts emulation, which is slower than float32.
+            return torch.bfloat16 if torch.cuda.get_device_capability(device) >= BF16_SINCE else torch.float16
         can = torch.cpu.get_capabilities()
         return torch.bfloat16 if can.get("avx512_bf16") or can.get("amx_bf16") or can.get("bf16") else None
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]

@@ -6,12 +6,14 @@ FASTCSSL_OPS_LIBRARY  a library to load instead of the installed one, for tests 
 import importlib.machinery
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fastcssl.ops import cards
 from fastcssl.ops.infonce import (
     FLOATS,
     Parts,
@@ -41,6 +43,7 @@ def _library() -> Path | None:
 
 _PATH = _library()
 _DEVICES: dict[str, frozenset[str]] = {}
+_ARCHITECTURES: tuple[str, ...] = ()  # such as sm_80 and compute_120; empty without CUDA
 if _PATH is not None:
     torch.ops.load_library(_PATH)  # type: ignore[no-untyped-call]
     # Done once here and not in missing(), because torch.compile cannot trace it.
@@ -52,6 +55,8 @@ if _PATH is not None:
         )
         for name in ("photometric", "info_nce_sweep")
     }
+
+    _ARCHITECTURES = tuple(filter(None, torch.ops.fastcssl.cuda_architectures().split(";")))
 
     @torch.library.register_fake("fastcssl::photometric")  # type: ignore[untyped-decorator]
     def _photometric_shape(
@@ -77,13 +82,37 @@ if _PATH is not None:
         pass
 
 
-def missing(device: str, operator: str = "photometric") -> str | None:
-    """Returns why an operator is not compiled for a kind of device ("cpu", "cuda"), or None if it is."""
+def missing(device: str | torch.device, operator: str = "photometric") -> str | None:
+    """Returns why an operator is not compiled for a device, or None if it is. Every choice of an operator asks this.
+
+    "cuda" without an index is the current card. Without any card, the answer is about what was compiled.
+    """
+    device = torch.device(device)
     if _PATH is None:
         return "fastcssl was installed without its compiled operators; reinstall it with a C++ compiler"
-    if device not in _DEVICES[operator]:
-        return f"this build of fastcssl has no operators for {device}; reinstall it with FASTCSSL_CUDA=1, nvcc on PATH"
-    return None
+    if device.type not in _DEVICES[operator]:
+        return (
+            f"this build of fastcssl has no operators for {device.type}; reinstall it with FASTCSSL_CUDA=1, nvcc on "
+            "PATH"
+        )
+    return _unfit(-1 if device.index is None else device.index) if device.type == "cuda" else None
+
+
+def architectures() -> tuple[str, ...]:
+    """Returns what the library holds for cards: sm_80 is machine code, compute_120 is PTX."""
+    return _ARCHITECTURES
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unfit(index: int) -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return _unfit_card(torch.cuda.current_device() if index < 0 else index)
+
+
+@cache
+def _unfit_card(index: int) -> str | None:
+    return cards.unfit(_ARCHITECTURES, torch.cuda.get_device_capability(index))
 
 
 def photometric(
@@ -228,7 +257,7 @@ def enqueue(
     if impl not in ("auto", "cuda", "cpu", "torch"):
         raise ValueError(f"impl is {impl!r}; use 'auto', 'cuda', 'cpu' or 'torch'.")
     device = bank_KD.device.type
-    reason = missing(device, "info_nce_sweep") if device in ("cpu", "cuda") else f"there is no operator for {device}"
+    reason = missing(bank_KD.device, "info_nce_sweep")
     if reason is None and (bank_KD.dtype not in STORED or keys_GD.dtype == torch.float64):
         reason = f"it does not take a {kind(bank_KD)} bank with {kind(keys_GD)} keys"
     if impl == "torch" or (impl == "auto" and reason is not None):
@@ -263,9 +292,7 @@ def _chosen(impl: Impl, query_MD: Tensor, positive_MD: Tensor, banks: Sequence[T
 def _not_compiled(query_MD: Tensor, positive_MD: Tensor, banks: Sequence[Tensor]) -> str | None:
     """Returns why there is no compiled sweep for these tensors, or None if there is one."""
     device, dim = query_MD.device.type, query_MD.shape[1]
-    if device not in ("cpu", "cuda"):
-        return f"there is no operator for {device}"
-    if (reason := missing(device, "info_nce_sweep")) is not None:
+    if (reason := missing(query_MD.device, "info_nce_sweep")) is not None:
         return reason
     if compute_dtype(query_MD, positive_MD) == torch.float64:
         return "it does not compute in float64"
@@ -278,7 +305,13 @@ def _not_compiled(query_MD: Tensor, positive_MD: Tensor, banks: Sequence[Tensor]
 
 def _exact(impl: Impl) -> bool:
     """Returns whether float32 products on tensor cores keep full precision. It follows torch's own setting."""
-    return impl == "cuda" and torch.get_float32_matmul_precision() == "highest"
+    return impl == "cuda" and _is_highest()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_highest() -> bool:
+    """Returns torch's setting. torch.compile cannot trace the call, and compiles again when the setting changes."""
+    return torch.get_float32_matmul_precision() == "highest"
 
 
 def _check_ring(

@@ -271,7 +271,20 @@ def test_sizes_at_the_limits(shape: tuple[int, int, int]) -> None:
     """No image is nothing to do; no pixel, or more than 32 bits can address, is an error code and no access."""
     stdin = np.array([*shape, 0], np.int32).tobytes() + MEAN.tobytes() + STD.tobytes()
     done = emulate.run(emulate.build(KERNEL, DRIVER), stdin, "null")
-    assert (done.returncode, done.stderr) == ((0, b"") if shape[0] == 0 else (3, b"photometric_cuda returned 1\n"))
+    refused = (3, b"photometric_cuda returned 1 at sum_grey before its launch\n")
+    assert (done.returncode, done.stderr) == ((0, b"") if shape[0] == 0 else refused)
+
+
+@pytest.mark.parametrize(
+    "launch", ["sum_grey, sum_grid, ", "color_image<T>, color_grid, ", "blur_image<T>, blur_grid, "]
+)
+def test_a_failed_launch_names_its_kernel(launch: str) -> None:
+    kernel = launch.partition(",")[0].removesuffix("<T>")
+    threads = "kBlurThreads" if kernel == "blur_image" else "kRunThreads"
+    edits = {f"{launch}{threads}": f"{launch}{threads} * 8"}  # more than a block may have
+    executable = emulate.build(KERNEL, DRIVER, variant="quick", edits=edits)
+    done = emulate.run(executable, stdin_of(random_crops(13, 2, 9, 9), random_columns(14, 2), torch.half))
+    assert done.returncode == 3 and f"photometric_cuda returned 9 at {kernel}\n" in done.stderr.decode()
 
 
 # ---- and found out when it is not ------------------------------------------------------------------------------------

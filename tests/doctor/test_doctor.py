@@ -29,7 +29,6 @@ from fastcssl.doctor import (
     operators,
     packages,
     peers,
-    races,
     run_checks,
     suite,
 )
@@ -187,10 +186,14 @@ def test_cuda_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = only(build.cuda_build())
     assert found.status == "failed" and "FASTCSSL_CUDA=1" in found.remedy
-    status.update(built=True, toolkit="12.8", architectures="80;90")
+    status.update(built=True, toolkit="12.8", architectures="sm_80;sm_90;compute_90")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     built, versions = build.cuda_build()
-    assert "sm_80, sm_90" in built.text and versions.status == "note" and "CUDA 13" in versions.remedy
+    assert (
+        "sm_80, sm_90 and PTX for compute_90 and later" in built.text
+        and versions.status == "note"
+        and "CUDA 13" in versions.remedy
+    )
 
 
 # ---- Packages --------------------------------------------------------------------------------------------------------
@@ -248,17 +251,21 @@ def cards(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], built
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(about))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: about[number])
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
-    monkeypatch.setattr(gpus, "_built_for", lambda: built)
-    return list(gpus.cards())
+    monkeypatch.setattr(ops, "_ARCHITECTURES", tuple(built))
+    return list(gpus.every_card())
 
 
 def test_cards_and_what_was_built_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = cards(monkeypatch, (8, 6), (9, 0), (7, 5), (12, 0), built=["80", "90"])
+    built = ["sm_80", "sm_90", "compute_90"]
+    found = cards(monkeypatch, (8, 6), (9, 0), (7, 5), (12, 0), built=built)
     assert [each.status for each in found] == ["ok", "ok", "note", "ok", "note"]  # 8.6 runs 8.0's code, 12.0 the PTX
-    assert "8.0" in found[2].remedy and "6 pairs" in found[4].text
-    (only_newer,) = cards(monkeypatch, (8, 0), built=["86", "90"])
-    assert only_newer.status == "failed" and "sm_86, sm_90 only" in only_newer.text
+    assert "plain torch runs in place" in found[2].text and "8.0" in found[2].remedy and "6 pairs" in found[4].text
+    (only_newer,) = cards(monkeypatch, (8, 0), built=["sm_86", "sm_90", "compute_90"])
+    assert only_newer.status == "failed" and "sm_86, sm_90, compute_90 only" in only_newer.text
     assert "TORCH_CUDA_ARCH_LIST='8.0'" in only_newer.remedy
+    # An older major version's machine code does not run, and of PTX there is that of 12.0 alone.
+    (other_major,) = cards(monkeypatch, (9, 0), built=["sm_80", "sm_120", "compute_120"])
+    assert other_major.status == "failed" and "TORCH_CUDA_ARCH_LIST='9.0'" in other_major.remedy
 
 
 def test_a_card_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -266,13 +273,13 @@ def test_a_card_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     script(tmp_path, "nvidia-smi", "echo 'GPU 0: Card (UUID: x)'")
-    found = only(gpus.cards())
+    found = only(gpus.every_card())
     assert found.status == "failed" and "driver for CUDA 13.0" in found.remedy
     script(tmp_path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    found = only(gpus.cards())
+    found = only(gpus.every_card())
     assert found.status == "failed" and "version mismatch" in found.text and "reboot" in found.remedy
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "CPU build" in only(gpus.cards()).text
+    assert "CPU build" in only(gpus.every_card()).text
 
 
 # ---- Operators -------------------------------------------------------------------------------------------------------
@@ -314,31 +321,23 @@ def test_a_wrong_ring_and_wrong_colours_are_caught(monkeypatch: pytest.MonkeyPat
 def test_no_operators_for_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "missing", lambda *_: "this build of fastcssl has no operators for cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     (found,) = operators.operators("cuda").findings
     assert found.status == "failed" and "FASTCSSL_CUDA=1" in found.remedy
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    (found,) = operators.operators("cuda").findings
+    assert found.status == "note" and "plain torch runs in their place" in found.text
+
+
+def test_nothing_of_ours_is_looked_at_on_an_older_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for reason, looks in ((None, True), ("this card has compute capability 7.5", False)):
+        monkeypatch.setattr(ops, "missing", lambda *_, reason=reason: reason)
+        titles = [title for title, _ in checks.checks()]
+        assert "operators on the GPU" in titles and ("races" in titles) == ("speed" in titles) == looks
 
 
 # ---- What only a card can show, up to the card -----------------------------------------------------------------------
-
-
-def test_races(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert only(races.sanitized()).status == "note"
-    script(tmp_path, "compute-sanitizer", "echo finished")
-    assert [each.status for each in races.sanitized()] == ["ok"] * 4
-    script(
-        tmp_path,
-        "compute-sanitizer",
-        'if [ "$2" = racecheck ]; then echo "===== Race reported between Write and Read"; exit 9; fi; echo finished',
-    )
-    found = {each.name: each for each in races.sanitized()}
-    assert found["racecheck"].status == "failed" and "Race reported between" in found["racecheck"].text
-    assert found["memcheck"].status == "ok"
-    script(tmp_path, "compute-sanitizer", "echo 'Unable to find injection library' >&2; exit 1")
-    assert all("could not run: Unable" in each.text and each.remedy for each in races.sanitized())
-    script(tmp_path, "compute-sanitizer", "exec sleep 5")
-    assert all("not finished after" in each.text for each in races.sanitized(limit_seconds=0.1))
-    compile(races.PROGRAM, "program", "exec")
 
 
 def test_timings(monkeypatch: pytest.MonkeyPatch) -> None:

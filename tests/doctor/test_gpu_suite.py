@@ -22,6 +22,8 @@ PROMISED = (
     "dalis_mixed_decoder",
     "run_is_the_cpus_in_distribution",
     "nothing_waits_for_the_card",
+    "no_step_waits_for_the_card",
+    "two_ranks_train_as_one_does",
 )
 
 
@@ -55,7 +57,8 @@ def test_nothing_runs_unless_asked_for() -> None:
 def test_rehearsal_on_the_cpu() -> None:
     """The same tests with the CPU as their device: what is wrong in a test itself shows here."""
     chosen = "around_the_end or old_rows or masks or photometry or sees_nothing or strided or same_bits"
-    done = gpu_tests("-m", "gpu", "-k", f"({chosen}) or (budget and 0.2)", FASTCSSL_GPU_TESTS_ON="cpu")
+    whole = "(no_step_waits and moco and fp32) or (train_as_one and moco)"
+    done = gpu_tests("-m", "gpu", "-k", f"({chosen}) or (budget and 0.2) or {whole}", FASTCSSL_GPU_TESTS_ON="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) > 40, done.stdout

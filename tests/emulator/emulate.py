@@ -66,9 +66,8 @@ def call(command: list[str]) -> None:
 def planted(kernel: Path, edits: dict[str, str]) -> Path:
     """A copy of the kernel, among copies of its neighbours, with text replaced in it or in one header that it includes:
     text that occurs exactly once."""
-    files = {
-        path: path.read_text() for path in sorted({CSRC / "launch.cuh", *kernel.parent.iterdir()}) if path.is_file()
-    }
+    shared = [CSRC / "launch.cuh", CSRC / "device" / "failure.h"]
+    files = {path: path.read_text() for path in sorted({*shared, *kernel.parent.iterdir()}) if path.is_file()}
     headers = headers_of(files[kernel], kernel.parent, []) & files.keys()
     for old, new in edits.items():
         places = [path for path in ([kernel] if old in files[kernel] else sorted(headers)) if old in files[path]]

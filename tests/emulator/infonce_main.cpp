@@ -54,9 +54,9 @@ void write(const Buffer& buffer) { std::fwrite(buffer.memory.get(), 1, buffer.by
 
 std::size_t bytes_of(Type type) { return type == Type::float32 ? 4 : 2; }
 
-int report(const char* function, int error) {
-  if (error != 0) std::fprintf(stderr, "%s returned %d\n", function, error);
-  return error == 0 ? 0 : 3;
+int report(const char* function, const fastcssl::device::Failure& failure) {
+  if (failure) std::fprintf(stderr, "%s returned %d at %s\n", function, failure.error, failure.where);
+  return failure ? 3 : 0;
 }
 
 // M, D, number of banks, precision, positive in the denominator, has own, wants by_scaled, by_positive; scaled, positive,
@@ -96,14 +96,14 @@ int sweep(bool misaligned) {
   const Result result{loss.as<float>(), wants_scaled ? by_scaled.as<float>() : nullptr,
                       wants_positive ? by_positive.as<float>() : nullptr};
   const Buffer workspace(infonce_cuda_workspace_bytes(rows, banks.data(), num_banks, precision));
-  const int error =
+  const fastcssl::device::Failure failure =
       infonce_cuda(rows, banks.data(), num_banks, precision, result, workspace.as<void>(), nullptr);
-  if (error == 0) {
+  if (!failure) {
     write(loss);
     write(by_scaled);
     write(by_positive);
   }
-  return report("infonce_cuda", error);
+  return report("infonce_cuda", failure);
 }
 
 // D, number of rings; of each: K, type, normalise, pointer, filled, G, rows, keys. Out, of each: pointer, filled, rows.
@@ -127,11 +127,11 @@ int enqueue() {
     ring.keys_GD = kept.back().as<float>();
     rings.push_back(ring);
   }
-  const int error = enqueue_cuda(rings.data(), num_rings, dim, nullptr);
-  for (std::size_t i = 0; error == 0 && i < kept.size(); ++i) {
+  const fastcssl::device::Failure failure = enqueue_cuda(rings.data(), num_rings, dim, nullptr);
+  for (std::size_t i = 0; !failure && i < kept.size(); ++i) {
     if (i % 4 != 3) write(kept[i]);
   }
-  return report("enqueue_cuda", error);
+  return report("enqueue_cuda", failure);
 }
 
 }  // namespace

@@ -20,9 +20,9 @@ std::unique_ptr<T[]> read_array(std::size_t count) {
   return out;
 }
 
-int report(int error) {
-  if (error != 0) std::fprintf(stderr, "photometric_cuda returned %d\n", error);
-  return error == 0 ? 0 : 3;
+int report(const fastcssl::device::Failure& failure) {
+  if (failure) std::fprintf(stderr, "photometric_cuda returned %d at %s\n", failure.error, failure.where);
+  return failure ? 3 : 0;
 }
 
 }  // namespace
@@ -37,8 +37,8 @@ int main(int argc, char**) {
   std::memcpy(normalisation.mean, statistics.get(), sizeof normalisation.mean);
   std::memcpy(normalisation.std, statistics.get() + 3, sizeof normalisation.std);
   if (argc > 1) {
-    return report(photometric_cuda(nullptr, num_images, height, width, nullptr, normalisation, type, nullptr, nullptr,
-                                   nullptr));
+    return report(
+        photometric_cuda(nullptr, num_images, height, width, nullptr, normalisation, type, nullptr, nullptr, nullptr));
   }
 
   const std::size_t num_values = static_cast<std::size_t>(num_images) * height * width * 3;
@@ -50,8 +50,8 @@ int main(int argc, char**) {
   const std::unique_ptr<unsigned char[]> workspace(new unsigned char[workspace_bytes]);
   std::memset(out.get(), 0xff, out_bytes);  // NaN, where nothing is written
   std::memset(workspace.get(), 0xff, workspace_bytes);
-  const int error = photometric_cuda(crops.get(), num_images, height, width, columns.get(), normalisation, type,
-                                     out.get(), workspace.get(), nullptr);
-  if (error == 0) std::fwrite(out.get(), 1, out_bytes, stdout);
-  return report(error);
+  const fastcssl::device::Failure failure = photometric_cuda(crops.get(), num_images, height, width, columns.get(),
+                                                             normalisation, type, out.get(), workspace.get(), nullptr);
+  if (!failure) std::fwrite(out.get(), 1, out_bytes, stdout);
+  return report(failure);
 }

@@ -1,11 +1,18 @@
-"""A short run on a card against the same run on the CPU: the same first loss, and the same losses in distribution."""
+"""Short runs on a card: as on the CPU in distribution, and no step of theirs waits for the card."""
 
-import dataclasses
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from small_runs import losses, prepared, run, tiny
+
+from fastcssl.data.loader import Batch
+from fastcssl.train import loop
+from fastcssl.train.build import Run
+from fastcssl.train.state import TaskState
 
 pytestmark = pytest.mark.gpu
 
@@ -14,9 +21,7 @@ SEEDS = (5, 6, 7)
 
 def curve(device: str, seed: int, data: Path, out: Path, precision: str = "fp32") -> list[float]:
     """The summed terms of each step."""
-    found = tiny(seed=seed, precision=precision)
-    config = dataclasses.replace(found.config, run=dataclasses.replace(found.config.run, device=device))
-    run(dataclasses.replace(found, config=config), data, out)
+    run(tiny(seed=seed, precision=precision), data, out, device=torch.device(device))
     return [sum(terms.values()) for _, terms in losses(out)]
 
 
@@ -39,3 +44,37 @@ def test_mixed_precision_trains(precision: str, card: str, tmp_path: Path) -> No
     plain = curve(card, 5, data, tmp_path / "plain")
     assert mixed[0] == pytest.approx(plain[0], rel=3e-2)
     assert statistics.fmean(mixed[-4:]) == pytest.approx(statistics.fmean(plain[-4:]), rel=0.15)
+
+
+@contextmanager
+def nothing_waits(device: str) -> Iterator[None]:
+    """Raises inside the block where the host would wait for the card. On the CPU, in a rehearsal, it does nothing."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("method", "strategy"), [("moco", "pnr"), ("byol", "pnr"), ("simclr", "cassle")])
+def test_no_step_waits_for_the_card(
+    method: str, strategy: str, precision: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole steps of the trainer, in the first task and in the second, in which the strategy acts."""
+    real, steps = loop.train_step, {0: 0, 1: 0}
+
+    def watched_step(run: Run, task: TaskState, batch: Batch) -> dict[str, torch.Tensor]:
+        steps[task.index] += 1
+        if steps[task.index] <= 2:  # cuDNN and the allocator settle
+            return real(run, task, batch)
+        with nothing_waits(device):
+            return real(run, task, batch)
+
+    monkeypatch.setattr(loop, "train_step", watched_step)
+    found = tiny(method, strategy, precision=precision)
+    run(found, prepared(tmp_path / "data"), tmp_path / "run", device=torch.device(device))
+    assert min(steps.values()) > 2

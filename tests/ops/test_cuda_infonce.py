@@ -167,12 +167,12 @@ def test_gradients_that_nobody_wants() -> None:
 @pytest.mark.parametrize(("num_rows", "dim"), [(4, 12), (4, 264), (4, 4)])
 def test_widths_that_no_kernel_takes(num_rows: int, dim: int) -> None:
     done = emulate.run(emulate.build(KERNEL, DRIVER), draw(16, num_rows, dim, (9,)).stdin(), "sweep")
-    assert (done.returncode, done.stderr) == (3, b"infonce_cuda returned 1\n")
+    assert (done.returncode, done.stderr) == (3, b"infonce_cuda returned 1 at sweep_banks before its launch\n")
 
 
 def test_a_bank_off_its_alignment_is_refused() -> None:
     done = emulate.run(emulate.build(KERNEL, DRIVER), draw(17, 4, 8, (9,)).stdin(), "sweep_misaligned")
-    assert (done.returncode, done.stderr) == (3, b"infonce_cuda returned 716\n")
+    assert (done.returncode, done.stderr) == (3, b"infonce_cuda returned 716 at sweep_banks before its launch\n")
 
 
 def test_no_rows() -> None:
@@ -286,6 +286,26 @@ def test_without_a_fault_nothing_is_found() -> None:
 def test_each_barrier_is_needed(barrier: str) -> None:
     for seed in range(4):
         assert is_found_out({}, seed, barrier), f"the barrier {barrier} was not missed with seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("function", "kernel", "threads"),
+    [
+        ("infonce_cuda", "sweep_banks", "launch.kernel, grid, threads"),
+        ("infonce_cuda", "combine_splits", "static_cast<unsigned>(rows.num_rows), kCombineThreads"),
+        ("enqueue_cuda", "write_keys", "write_keys, grid, kEnqueueThreads"),
+        ("enqueue_cuda", "move_pointers", "move_pointers, 1, kWarp"),
+    ],
+)
+def test_a_failed_launch_names_its_kernel(function: str, kernel: str, threads: str) -> None:
+    """A block of more threads than any GPU takes."""
+    executable = emulate.build(KERNEL, DRIVER, edits={threads: f"{threads} * 64", **ONE_KERNEL})
+    if function == "infonce_cuda":
+        done = emulate.run(executable, draw(41, 8, 64, (40,), torch.float16).stdin(), "sweep")
+    else:
+        stdin = enqueue_stdin([Bank(4, 8, view=0)], [torch.ones(2, 8)], normalise=True)
+        done = emulate.run(executable, stdin, "enqueue")
+    assert done.returncode == 3 and f"{function} returned 9 at {kernel}\n" in done.stderr.decode()
 
 
 FAULTS = {

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import fake_cuda
 import numpy as np
 import pytest
 import torch
@@ -10,11 +11,12 @@ from conftest import prep_ok
 from PIL import Image
 from small_runs import prepared, tiny
 
+from fastcssl import ops
 from fastcssl.config.recipes import COMMAND_LINE, Recipe
 from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
 from fastcssl.train.build import Run
-from fastcssl.train.startup_warnings import startup_warnings
+from fastcssl.train.startup_warnings import _about_the_card, startup_warnings
 
 CPU = torch.device("cpu")
 
@@ -80,3 +82,21 @@ def test_labels_that_say_nothing(tmp_path: Path) -> None:
 def test_micro_batches_that_change_what_is_compared(data: Path) -> None:
     (said,) = _said(tiny("simclr", "finetune", accumulate=2), data)
     assert "sees only 8 at a time" in said
+
+
+CARD = """
+import torch
+from fastcssl.train.startup_warnings import _about_the_card
+for dtype in (torch.float16, torch.bfloat16):
+    print(*_about_the_card(torch.device("cuda"), dtype), sep="|")
+"""
+
+
+def test_a_card_that_runs_plain_torch() -> None:
+    if not ops.architectures():
+        pytest.skip("needs operators that are compiled for CUDA")
+    assert fake_cuda.run(CARD, capability=80).split() == []
+    half, emulated = fake_cuda.run(CARD, capability=75).splitlines()
+    assert half.startswith("The compiled CUDA operators are not used: this card has compute capability 7.5, and they")
+    assert emulated.startswith(f"{half}|") and "Use --precision fp16 or auto." in emulated
+    assert list(_about_the_card(CPU, torch.bfloat16)) == []
