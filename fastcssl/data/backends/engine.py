@@ -83,7 +83,7 @@ class EngineBackend:
         held: deque[Slot] = deque()
         try:
             while True:
-                while number < len(plan) and len(under_way) < self._config.prefetch:
+                while number < len(plan) and len(under_way) <= self._config.prefetch:  # one is returned below
                     slot = free.popleft()
                     under_way.append((slot, self._submit(plan[number], slot), number))
                     number += 1
