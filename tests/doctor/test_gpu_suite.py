@@ -22,6 +22,9 @@ PROMISED = (
     "dalis_mixed_decoder",
     "run_is_the_cpus_in_distribution",
     "nothing_waits_for_the_card",
+    "epoch_under_torchs_sanitizer",
+    "resident_crops_beside_a_busy_stream",
+    "reserved_memory_does_not_grow",
 )
 
 
@@ -54,7 +57,7 @@ def test_nothing_runs_unless_asked_for() -> None:
 
 def test_rehearsal_on_the_cpu() -> None:
     """The same tests with the CPU as their device: what is wrong in a test itself shows here."""
-    chosen = "around_the_end or old_rows or masks or photometry or sees_nothing or strided or same_bits"
+    chosen = "around_the_end or old_rows or masks or photometry or sees_nothing or strided or same_bits or busy_stream"
     done = gpu_tests("-m", "gpu", "-k", f"({chosen}) or (budget and 0.2)", FASTCSSL_GPU_TESTS_ON="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)

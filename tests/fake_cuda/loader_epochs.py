@@ -1,7 +1,8 @@
 """Runs every loader on fake cards under `StreamOrder`, as it is and with one defect at a time.
 
 A program for a process with the fake runtime: its argument is JSON, from the loaders to run to folders of their data.
-It prints JSON, from the name of each case to the race ("" if there was none) and to how often the host waited.
+It prints JSON, from the name of each case to the race ("" if there was none), how often the host waited, and
+how many streams were used beside the main one.
 """
 
 import json
@@ -19,7 +20,7 @@ from fake_cuda.stream_order import StreamOrder, StreamRace
 from fastcssl.data.backends import BackendConfig, Crops
 from fastcssl.data.backends.engine import EngineBackend, Slot
 from fastcssl.data.backends.resident import ResidentBackend
-from fastcssl.data.loader import Batch, Loader, LoaderConfig
+from fastcssl.data.loader import Batch, Loader, LoaderConfig, Stream
 from fastcssl.data.policies import policy
 from fastcssl.data.prepared import Prepared, Selection
 from fastcssl.data.views import Policy, with_size
@@ -206,6 +207,16 @@ def images_do_not_fit() -> list[Patch]:
     return [patch.object(ResidentBackend, "_fits", lambda _: False)]
 
 
+def a_stream_per_epoch() -> list[Patch]:
+    staged = Stream._staged_on_gpu
+
+    def on_another(self: Stream, filled: Any) -> Any:
+        self._loader.side_stream = torch.cuda.Stream()
+        return staged(self, filled)
+
+    return [patch.object(Stream, "_staged_on_gpu", on_another)]
+
+
 def as_it_is() -> list[Patch]:
     return []
 
@@ -239,6 +250,7 @@ CASES: dict[str, Case] = {
     "dali: lent views handed out": ("dali", lent_views_handed_out, BY_DALI),
     "dali: no wait for a replacement": ("dali", no_wait_for_a_replacement, {}),
     "native: pageable memory": ("native", pageable_memory, {}),
+    "native: a stream per epoch": ("native", a_stream_per_epoch, {}),
 }
 
 
@@ -252,7 +264,7 @@ def outcome(name: str, defect: Callable[[], list[Patch]], data: Prepared, change
             drive(name, data, **changes)
         except StreamRace as race:
             found = str(race)
-    return {"race": found, "waits": dict(order.waits)}
+    return {"race": found, "waits": dict(order.waits), "side_streams": order.num_side_streams}
 
 
 if __name__ == "__main__":

@@ -111,6 +111,11 @@ class StreamOrder(TorchDispatchMode):
         """Reports that the memory belongs to a library that may overwrite it as soon as the tensor is freed."""
         self._memory_of(tensor, HOST).owner = HOST
 
+    @property
+    def num_side_streams(self) -> int:
+        """The number of streams beside the main one that ran an operator."""
+        return sum(actor not in (HOST, MAIN) and clock[actor] > 0 for actor, clock in self._clocks.items())
+
     def catch_up(self) -> None:
         """Applies the calls since the last time, then checks the memory that was freed."""
         for kind, stream, event in streams_log.take():

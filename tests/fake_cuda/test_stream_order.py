@@ -132,5 +132,33 @@ def test_a_defect_is_found(case: str, outcomes: Outcomes) -> None:
         assert words in race
 
 
+def test_a_loader_has_one_stream(outcomes: Outcomes) -> None:
+    """The allocator keeps free memory for each stream."""
+    for case in ("native", "resident", "torchvision"):
+        assert outcomes[case]["side_streams"] == 1
+    assert outcomes["native: a stream per epoch"]["side_streams"] > 1
+
+
+def test_the_gpu_tests_of_streams_run(prepared: Callable[[str], Prepared]) -> None:
+    """All but the comparison of values and torch's sanitizer, which needs addresses and fake tensors have none."""
+    code = """
+import sys
+from unittest.mock import patch
+from fake_cuda.stream_order import StreamOrder
+from fastcssl.data.prepared import Prepared
+from gpu import test_streams
+from torch.cuda import _sanitizer
+data = Prepared.open(sys.argv[3])
+with StreamOrder(), patch("torch.cuda._sleep") as sleep:
+    views = test_streams.resident_views("cuda", data, busy=True)
+    print(len(views) == 2 * (sleep.call_count - 2), {str(view.dtype) for view in views})
+    print(test_streams.reserved_after_each_epoch("resident", data, 2))
+    with patch.object(_sanitizer.cuda_sanitizer, "enabled", True):
+        exec(test_streams.SANITIZED)
+"""
+    said = fake_cuda.run(code, "resident", "fused", str(prepared("resident").folder))
+    assert said.splitlines() == ["True {'torch.float32'}", "[0, 0]", "finished"]
+
+
 def test_copies_of_pageable_memory_are_counted(outcomes: Outcomes) -> None:
     assert outcomes["native: pageable memory"]["waits"]["copy of pageable memory"] > 0
