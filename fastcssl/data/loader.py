@@ -1,9 +1,11 @@
 """Defines what training iterates over: one loader per run, one stream per selection, and the batches of each epoch."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from fastcssl.data.augment import photometric
 from fastcssl.data.backends import Backend, BackendConfig, Crops, LoaderError, LocalBatch, choose, usual_threads
 from fastcssl.data.order import EpochPlan, Last, local_size
 from fastcssl.data.prepared import Prepared, Selection
+from fastcssl.data.transfer import moved
 from fastcssl.data.views import Policy
 from fastcssl.distributed.world import World
 
@@ -53,6 +56,16 @@ class LoaderConfig:
     prefetch: int = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Staging:
+    """The work that makes one batch on the side stream. It holds the crops, whose memory that work reads."""
+
+    crops: Crops
+    began: torch.cuda.Event
+    copied: torch.cuda.Event
+    done: torch.cuda.Event
+
+
 class Loader:
     """Holds the threads, buffers and open shards, and reuses them from selection to selection."""
 
@@ -67,19 +80,23 @@ class Loader:
         if config.augment == "dali" and kind.name != "dali":
             raise LoaderError(f"--augment dali needs --loader dali, not {kind.name}.")
         self.device = torch.device(config.device)
-        self._backend: Backend = kind(
-            data,
-            BackendConfig(
-                policy=config.policy,
-                local_batch_size=local_batch_size,
-                num_threads=config.num_threads or usual_threads(),
-                device=self.device,
-                dtype=config.dtype,
-                augment=config.augment,
-                prefetch=config.prefetch,
-            ),
+        backend_config = BackendConfig(
+            policy=config.policy,
+            local_batch_size=local_batch_size,
+            num_threads=config.num_threads or usual_threads(),
+            device=self.device,
+            dtype=config.dtype,
+            augment=config.augment,
+            prefetch=config.prefetch,
         )
+        self._backend: Backend = kind(data, backend_config)
+        self.held = backend_config.held
         self.name = kind.name
+
+    @cached_property
+    def side_stream(self) -> torch.cuda.Stream:
+        """The CUDA stream that makes batches. There is one, because torch's allocator keeps free memory per stream."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def open(self, selection: Selection) -> "Stream":
         """Returns a stream of the selection's batches."""
@@ -168,10 +185,12 @@ class Stream:
         self._resume = None
         self._at = (number, first)
         with closing(self._filled(plan, first)) as filled:  # type: ignore[type-var]
-            batches = self._staged_on_gpu(filled) if self._loader.device.type == "cuda" else self._on_host(filled)
-            for batch in batches:
-                self._at = (number, self._at[1] + 1)
-                yield batch
+            on_gpu = self._loader.device.type == "cuda"
+            # Closed before `filled`, whose buffers may be filled again afterwards.
+            with closing(self._staged_on_gpu(filled) if on_gpu else self._on_host(filled)) as batches:  # type: ignore[type-var]
+                for batch in batches:
+                    self._at = (number, self._at[1] + 1)
+                    yield batch
 
     def _filled(self, plan: EpochPlan, first: int) -> Iterator[tuple[LocalBatch, Crops]]:
         """Yields complete local batches, in which samples that could not be decoded are replaced."""
@@ -217,6 +236,8 @@ class Stream:
                 else:
                     finished = self._photometry(view, crop[None], drawn.columns_VNC[view])
                     crops.views_V[view][place].copy_(finished[0])
+            if fetched[0].is_cuda:  # the back end may overwrite the sample's memory as soon as it is dropped
+                torch.cuda.current_stream(self._loader.device).synchronize()
             return row, drawn.columns_VNC[:, 0]
         raise LoaderError(f"No replacement for sample {self._table['id'][bad_row]} could be decoded. Verify the data.")
 
@@ -230,7 +251,7 @@ class Stream:
 
     def _photometry(self, view: int, crops_NHW3: torch.Tensor, columns_NC: Any) -> torch.Tensor:
         spec = self._config.policy[view]
-        columns = torch.from_numpy(np.ascontiguousarray(columns_NC)).to(crops_NHW3.device, non_blocking=True)
+        columns = moved(columns_NC, crops_NHW3.device)
         impl: Literal["auto", "torch"] = "torch" if self._config.augment == "torch" else "auto"
         return photometric(crops_NHW3, columns, mean=spec.mean, std=spec.std, dtype=self._config.dtype, impl=impl)
 
@@ -238,19 +259,21 @@ class Stream:
         """Returns the finished batch. `copied` is recorded between the copies and the photometry."""
         device = self._loader.device
         if crops.views_V is not None:
-            views = tuple(view.to(device, non_blocking=True) for view in crops.views_V)
+            # On a GPU they are copied in any case: the back end's memory does not outlive this step.
+            how: dict[str, Any] = {"dtype": self._config.dtype, "non_blocking": True, "copy": device.type == "cuda"}
+            views = tuple(view.to(device, **how) for view in crops.views_V)
         else:
-            moved = [crop.to(device, non_blocking=True) for crop in crops.crops_V]
+            crops_V = [crop.to(device, non_blocking=True) for crop in crops.crops_V]
             if copied is not None:
                 copied.record()
-            views = tuple(self._photometry(v, crop, batch.columns_VNC[v]) for v, crop in enumerate(moved))
+            views = tuple(self._photometry(v, crop, batch.columns_VNC[v]) for v, crop in enumerate(crops_V))
         rows = self._table[batch.row_N]
         id_N = np.where(batch.valid_N, rows["id"], -1)
         return Batch(
             views=views,
-            label=torch.from_numpy(rows["label"].astype(np.int64)).to(device, non_blocking=True),
-            id=torch.from_numpy(id_N).to(device, non_blocking=True),
-            valid=torch.from_numpy(batch.valid_N.copy()).to(device, non_blocking=True),
+            label=moved(rows["label"].astype(np.int64), device),
+            id=moved(id_N, device),
+            valid=moved(batch.valid_N.copy(), device),
         )
 
     def _on_host(self, filled: Iterator[tuple[LocalBatch, Crops]]) -> Iterator[Batch]:
@@ -261,25 +284,46 @@ class Stream:
             yield finished
 
     def _staged_on_gpu(self, filled: Iterator[tuple[LocalBatch, Crops]]) -> Iterator[Batch]:
-        """Copies and augments the next batch on a separate CUDA stream while the caller trains on the current one."""
-        side = torch.cuda.Stream(self._loader.device)  # type: ignore[no-untyped-call]
-        staged: tuple[Batch, torch.cuda.Event] | None = None
-        for batch, crops in filled:
-            began, copied, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(side):
-                began.record(side)
-                ahead = self._finished(batch, crops, copied if crops.views_V is None else None)
-                done.record(side)
-            if staged is not None:
-                yield self._handed_over(*staged)
-            staged = (ahead, done)
-            done.synchronize()  # the back end may reuse its buffers once it is asked for the next batch
-            self._count_staging(began, copied if crops.views_V is None else done, done)
-        if staged is not None:
-            yield self._handed_over(*staged)
+        """Makes the next batch on the loader's CUDA stream while the caller trains on the current one.
 
-    def _count_staging(self, *events: "torch.cuda.Event") -> None:
-        """Adds up the times between the events, all of which have completed."""
+        Before the back end reuses the buffers of a batch, the host waits until that batch is made. The caller has been
+        given it by then, so the wait does not keep the host from launching its step.
+        """
+        ahead: tuple[Batch, torch.cuda.Event] | None = None
+        stagings: deque[_Staging] = deque()
+        try:
+            while True:
+                if len(stagings) == self._loader.held:
+                    self._settle(stagings.popleft())
+                with torch.cuda.stream(self._loader.side_stream):  # a back end may compute on the GPU too
+                    found = next(filled, None)
+                    if found is None:
+                        break
+                    staged, staging = self._staged(*found)
+                stagings.append(staging)
+                if ahead is not None:
+                    yield self._handed_over(*ahead)
+                ahead = (staged, staging.done)
+        finally:
+            while stagings:
+                self._settle(stagings.popleft())
+        if ahead is not None:
+            yield self._handed_over(*ahead)
+
+    def _staged(self, batch: LocalBatch, crops: Crops) -> tuple[Batch, _Staging]:
+        """Queues the work that makes a batch on the current stream."""
+        began, copied, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+        began.record()
+        if crops.views_V is not None:
+            copied = done
+        staged = self._finished(batch, crops, copied if copied is not done else None)
+        done.record()
+        return staged, _Staging(crops=crops, began=began, copied=copied, done=done)
+
+    def _settle(self, staging: _Staging) -> None:
+        """Waits until the batch is made, and adds up how long the GPU took."""
+        staging.done.synchronize()
+        events = (staging.began, staging.copied, staging.done)
         for name, (before, after) in zip(("transfer", "augment"), pairwise(events), strict=True):
             seconds = before.elapsed_time(after) / 1000 if before is not after else 0.0
             self.device_seconds[name] = self.device_seconds.get(name, 0.0) + seconds

@@ -136,6 +136,17 @@ def test_a_batch_stays_until_the_next_is_asked_for_and_fetch_gives_the_same(data
     dali.close()
 
 
+def test_batches_stay_as_long_as_they_are_held(data: Prepared) -> None:
+    """On a GPU the loader asks for a batch while the last one is still read. Not every executor of DALI allows that."""
+    dali = open_dali(data)
+    held, copies = [], []
+    for crops in dali.run(plan_of(data), 0):
+        held.append(crops.crops_V)
+        copies.append([crop.clone() for crop in crops.crops_V])
+    assert len(held) > 4 and same(held, copies)
+    dali.close()
+
+
 def test_threads_and_prefetching_change_no_bit(data: Prepared) -> None:
     views = with_size(policy("pnr-moco-imagenet"), 32)
     runs = []

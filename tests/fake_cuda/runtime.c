@@ -5,6 +5,7 @@
 // because under FakeTensorMode nothing should do so. The environment sets the card: FAKE_CUDA_CAPABILITY (such as 90),
 // FAKE_CUDA_DEVICES. The same file is also built as libcuda.so.1, which torch opens by name.
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -137,14 +138,44 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) 
 
 // ---- Memory: pinned memory is real, device memory is refused ----
 
-cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned flags) {
-  return (void)flags, *pointer = malloc(size ? size : 1), *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
+enum { MOST_PINNED = 1 << 14 };
+static struct {
+  const char* begin;
+  size_t size;
+} pinned[MOST_PINNED];
+static pthread_mutex_t pinned_lock = PTHREAD_MUTEX_INITIALIZER;
+
+// Returns the place of the pinned block that holds a pointer (NULL: of a free place), or MOST_PINNED; call it locked.
+static int pinned_at(const char* pointer) {
+  int at = 0;
+  while (at < MOST_PINNED &&
+         !(pointer ? pinned[at].begin && pointer >= pinned[at].begin && pointer < pinned[at].begin + pinned[at].size
+                   : !pinned[at].begin))
+    ++at;
+  return at;
 }
-cudaError_t cudaFreeHost(void* pointer) { return free(pointer), cudaSuccess; }
+cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned flags) {
+  (void)flags;
+  *pointer = malloc(size ? size : 1);
+  pthread_mutex_lock(&pinned_lock);
+  int at = pinned_at(NULL);
+  if (*pointer && at < MOST_PINNED) pinned[at].begin = *pointer, pinned[at].size = size ? size : 1;
+  pthread_mutex_unlock(&pinned_lock);
+  return *pointer && at < MOST_PINNED ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+cudaError_t cudaFreeHost(void* pointer) {
+  pthread_mutex_lock(&pinned_lock);
+  int at = pinned_at(pointer);
+  if (pointer && at < MOST_PINNED) pinned[at].begin = NULL;
+  pthread_mutex_unlock(&pinned_lock);
+  return free(pointer), cudaSuccess;
+}
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* attributes, const void* pointer) {
-  (void)pointer;
   memset(attributes, 0, sizeof *attributes);
-  attributes->type = cudaMemoryTypeHost;
+  pthread_mutex_lock(&pinned_lock);
+  int is_pinned = pointer && pinned_at(pointer) < MOST_PINNED;
+  pthread_mutex_unlock(&pinned_lock);
+  attributes->type = is_pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* pointer) { return (void)pointer, cudaSuccess; }

@@ -44,13 +44,18 @@ class LocalBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Crops:
-    """The finished crops of a local batch. The buffers are valid until the back end's iterator advances or closes."""
+    """The finished crops of a local batch.
+
+    The back end may overwrite their buffers once its iterator has advanced `BackendConfig.held` times, when the next
+    iterator starts, or when the caller drops this object. Tensors on a GPU are written on the stream that is current
+    while the iterator advances.
+    """
 
     # One per view: uint8 [N, size, size, 3], in host memory or on the training device; empty when views_V is set.
     crops_V: list[torch.Tensor]
     # The rows whose image could not be decoded, with the reason. Their pixels are undefined.
     faults: dict[int, str] = field(default_factory=dict)
-    # Set by a back end that also does the photometry: one per view, [N, 3, size, size], normalised.
+    # Set by a back end that also does the photometry: one per view, [N, 3, size, size], normalised, of any float type.
     views_V: list[torch.Tensor] | None = None
 
 
@@ -73,6 +78,11 @@ class BackendConfig:
     dtype: torch.dtype  # of the finished views
     augment: Literal["fused", "torch", "dali"]  # which code does the photometry; "dali": the back end (views_V)
     prefetch: int = 3  # batches in progress
+
+    @property
+    def held(self) -> int:
+        """How many batches the caller holds buffers of: on a GPU two, because the copies run behind the host."""
+        return 2 if self.device.type == "cuda" else 1
 
 
 class Backend(Protocol):

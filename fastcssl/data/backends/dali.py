@@ -98,7 +98,11 @@ class _Engine:
         self._feed.works = works
 
     def next(self) -> tuple[_Work, list[torch.Tensor]]:
-        """Returns the oldest batch in progress. Its tensors share DALI's memory and keep it alive."""
+        """Returns the oldest batch in progress. Its tensors share DALI's memory and keep it alive.
+
+        `outputs()` without a stream returns when a GPU has written them. DALI does not know who reads them: once the
+        last tensor is dropped, it may overwrite them at once, also while a kernel still reads.
+        """
         self._pipeline.schedule_run()  # schedules `depth` batches the first time, then one more each time
         outputs = self._pipeline.outputs()
         return self._feed.under_way.popleft(), [from_dlpack(output.as_tensor()) for output in outputs]
@@ -197,8 +201,7 @@ class DaliBackend:
                 self._leave_out_culprits(self._engine.restart(), error)
         if not self._augments:
             return Crops(crops_V=tensors, faults=work.faults)
-        views_V = [view_NHW3.permute(0, 3, 1, 2).to(self._config.dtype) for view_NHW3 in tensors]
-        return Crops(crops_V=[], faults=work.faults, views_V=views_V)
+        return Crops(crops_V=[], faults=work.faults, views_V=[view_NHW3.permute(0, 3, 1, 2) for view_NHW3 in tensors])
 
     def _leave_out_culprits(self, work: _Work, error: Exception) -> None:
         """Tries the samples of a failed batch one by one and leaves out those that fail."""

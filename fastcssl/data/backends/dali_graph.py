@@ -62,6 +62,7 @@ def make_pipeline(
         num_threads=num_threads,
         device_id=device_id,
         prefetch_queue_depth=depth,
+        exec_dynamic=True,  # outputs stay as they are until dropped; other executors overwrite them with the next batch
     )
     return pipeline
 

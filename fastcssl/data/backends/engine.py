@@ -75,14 +75,15 @@ class EngineBackend:
         raise NotImplementedError
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
-        # One more than the batches in progress: the caller holds one. Streams may run in parallel, each with its own.
-        free = deque(self._spare.pop() if self._spare else self._new_slot() for _ in range(self._config.prefetch + 1))
+        # The caller holds some beside the batches in progress. Streams may run in parallel, each with its own slots.
+        count = self._config.prefetch + self._config.held
+        free = deque(self._spare.pop() if self._spare else self._new_slot() for _ in range(count))
         under_way: deque[tuple[Slot, Job, int]] = deque()
         number = first
-        held: Slot | None = None
+        held: deque[Slot] = deque()
         try:
             while True:
-                while number < len(plan) and len(under_way) < self._config.prefetch:
+                while number < len(plan) and len(under_way) <= self._config.prefetch:  # one is returned below
                     slot = free.popleft()
                     under_way.append((slot, self._submit(plan[number], slot), number))
                     number += 1
@@ -90,10 +91,10 @@ class EngineBackend:
                     return
                 slot, job, done = under_way.popleft()
                 faults = {place: self._named(plan[done], place, why) for place, why in self._live().wait(job)}
-                held = slot
+                held.append(slot)
                 yield slot.crops(faults)
-                free.append(held)
-                held = None
+                if len(held) == self._config.held:
+                    free.append(held.popleft())
         finally:
             engine = self._engine
             if engine is not None:
@@ -101,7 +102,7 @@ class EngineBackend:
                     engine.cancel(job)
                 for _, job, _ in under_way:
                     engine.wait(job)  # until no thread writes to their buffers
-            self._spare += [*free, *(slot for slot, _, _ in under_way), *([held] if held else [])]
+            self._spare += [*free, *(slot for slot, _, _ in under_way), *held]
 
     def _new_slot(self) -> Slot:
         return Slot(self._config, finished=self._finished)

@@ -60,13 +60,14 @@ class FfcvBackend:
     # ---- Batches ----
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
-        # One more than the batches in progress: the caller holds one.
-        ring = self._rings.pop() if self._rings else [self._buffers() for _ in range(self._prefetch + 1)]
+        # The caller holds some beside the batches in progress.
+        count = self._prefetch + self._config.held
+        ring = self._rings.pop() if self._rings else [self._buffers() for _ in range(count)]
         under_way: deque[_UnderWay] = deque()
         started = (self._start(plan[number], ring[number % len(ring)]) for number in range(first, len(plan)))
         try:
             while True:
-                under_way.extend(islice(started, len(ring) - len(under_way)))
+                under_way.extend(islice(started, self._prefetch + 1 - len(under_way)))
                 if not under_way:
                     return
                 faults = self._faults(under_way[0])

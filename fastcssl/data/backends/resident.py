@@ -1,8 +1,8 @@
 """Keeps small images of one size as one uint8 tensor on the training device.
 
-On a GPU the images are copied to it once, and crops and photometry are batched ops there. If the images do not fit,
-they are read from the memory map batch by batch. On a CPU the page cache holds the array, and the native engine crops
-it.
+On a GPU the images are copied to it once, and crops and photometry are batched ops there, launched on the current
+stream without waiting for it. If the images do not fit, they are read from the memory map batch by batch. On a CPU the
+page cache holds the array, and the native engine crops it.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalPlan
 from fastcssl.data.backends.engine import EngineBackend
 from fastcssl.data.backends.geometry import crop_batch
 from fastcssl.data.prepared import Prepared
+from fastcssl.data.transfer import moved
 
 _MAX_SHARE = 0.5  # the share of the GPU's free memory that images may use
 
@@ -29,6 +30,7 @@ class ResidentBackend(EngineBackend):
         super().__init__(data, config, "array")
         self._batched = config.device.type != "cpu"  # tests also set it on the CPU
         self._resident: torch.Tensor | None = None
+        self._is_tried = False  # whether the images fit is asked once: the answer takes a call to the driver
         self._slot_of_row: npt.NDArray[np.int64] = np.full(len(data.table), -1, np.int64)
         self._arrays: dict[int, ArrayReader] = {}
 
@@ -55,19 +57,20 @@ class ResidentBackend(EngineBackend):
         for number in range(first, len(plan)):
             batch = plan[number]
             images_NHW3 = self._on_device(batch.row_N)
-            box_VN4 = torch.from_numpy(batch.box_VN4).to(self._config.device, non_blocking=True)
+            box_VN4 = moved(batch.box_VN4, self._config.device)
             crops_V = [crop_batch(images_NHW3, box_VN4[v], spec) for v, spec in enumerate(self._config.policy)]
             yield Crops(crops_V=crops_V)
 
     def _on_device(self, row_N: npt.NDArray[np.int64]) -> torch.Tensor:
         """Returns the images of these rows on the training device, without copying those that are already there."""
-        device = self._config.device
-        if (self._slot_of_row[row_N] < 0).any() and self._fits():
-            self._make_resident()
+        if not self._is_tried:
+            self._is_tried = True
+            if self._fits():
+                self._make_resident()
         slot_N = self._slot_of_row[row_N]
         if self._resident is None or (slot_N < 0).any():
-            return torch.from_numpy(self._read(row_N)).to(device, non_blocking=True)
-        return self._resident[torch.from_numpy(slot_N).to(device)]
+            return moved(self._read(row_N), self._config.device)
+        return self._resident[moved(slot_N, self._config.device)]
 
     def _fits(self) -> bool:
         total = int(self._data.table["array_bytes"].sum())

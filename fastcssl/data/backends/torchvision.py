@@ -27,6 +27,7 @@ class TorchvisionBackend:
 
     def __init__(self, data: Prepared, config: BackendConfig) -> None:
         self._data, self._policy = data, config.policy
+        self._pinned = config.device.type == "cuda"
         self._format = next(format for format in self.formats if format in data.manifest.formats)
         self._readers: dict[Path, ShardReader] = {}
         self._seconds = {"decode": 0.0, "crop": 0.0}  # decoding includes reading
@@ -34,7 +35,8 @@ class TorchvisionBackend:
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
         for number in range(first, len(plan)):
             batch = plan[number]
-            crops_V = [torch.zeros(len(batch.row_N), v.size_px, v.size_px, 3, dtype=torch.uint8) for v in self._policy]
+            shapes = [(len(batch.row_N), spec.size_px, spec.size_px, 3) for spec in self._policy]
+            crops_V = [torch.zeros(shape, dtype=torch.uint8, pin_memory=self._pinned) for shape in shapes]
             faults: dict[int, str] = {}
             for place, row in enumerate(batch.row_N.tolist()):
                 try:
