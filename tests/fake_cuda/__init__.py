@@ -16,6 +16,29 @@ import pytest
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
+# Ends without tearing torch down. Autograd keeps a thread for the card, and sometimes aborts the process there, because
+# the runtime is not a real one.
+_PROGRAM = """
+import os, runpy, sys, traceback
+code, sys.argv = sys.argv[1], sys.argv[1:]
+try:
+    if code == "-m":
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+    status = 0
+except SystemExit as end:
+    status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if isinstance(end.code, str):
+        sys.stderr.write(end.code)
+except BaseException:
+    traceback.print_exc()
+    status = 1
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)
+"""
 
 
 @cache
@@ -49,9 +72,8 @@ def run(code: str, *arguments: str, capability: int = 90, devices: int = 1) -> s
 
     A failure shows its whole output.
     """
-    what = [code] if code == "-m" else ["-c", code]
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", *what, *arguments],
+        [sys.executable, "-X", "faulthandler", "-c", _PROGRAM, code, *arguments],
         env=environment(capability=capability, devices=devices),
         capture_output=True,
         text=True,
