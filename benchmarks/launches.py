@@ -4,9 +4,9 @@
 
 The step is a real one on fake tensors (tests/fake_cuda): ImageNet-100 recipe, ResNet-18, second task, bf16 autocast,
 forward and backward passes, optimiser, slow network and banks, as the only rank and as one of eight. An operation is
-what torch dispatches once; views and allocations do not count, collectives count apart, and DDP's are not included.
+what torch dispatches once. Views and allocations do not count. Collectives are counted separately, without DDP's own.
 These are counts, not times: nothing here ran on a GPU. The columns "before" are the counts of commit 6633f5b, which
-passed each view through the networks on its own and used torch's SyncBatchNorm.
+passed each view through the networks separately and used torch's SyncBatchNorm.
 """
 
 import argparse

@@ -29,7 +29,7 @@ from dataprep.manifest import (
     sha256_of,
 )
 from dataprep.part import Part
-from dataprep.progress import ImageMeter
+from dataprep.progress import ImageMeter, counted
 from dataprep.samples import Sample
 from dataprep.scenario import Assignment, Scenario, randperm, split
 from dataprep.sources import Source
@@ -266,9 +266,9 @@ class _Builder:
         self.num_corrupt += 1
         if self.num_corrupt > self.max_corrupt:
             raise PrepError(
-                f"{self.num_corrupt} corrupt images were found, the last one {encoded.sample.key} ({encoded.fault}); "
-                f"--max-corrupt {self.job.max_corrupt:g} allows {self.max_corrupt}. "
-                "Repair or remove them, or raise --max-corrupt, and run the same command again."
+                f"{counted(self.num_corrupt, 'corrupt image')} found; the last one is {encoded.sample.key} "
+                f"({encoded.fault}). --max-corrupt {self.job.max_corrupt:g} allows {self.max_corrupt}. "
+                "Repair or remove such images, or raise --max-corrupt, and run the same command again."
             )
 
     def _seal(self, part: Part) -> None:

@@ -19,7 +19,7 @@ from dataprep.contents import description, task_table
 from dataprep.errors import Interrupted, PrepError
 from dataprep.help import Flag
 from dataprep.manifest import load_manifest, manifest_path
-from dataprep.progress import human_bytes
+from dataprep.progress import counted, human_bytes
 from dataprep.scenario import Kind
 from dataprep.table import load_table
 
@@ -246,7 +246,7 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
         console.print(task_table(manifest, table))
         return
     if result.num_resumed:
-        console.print(f"Resumed after {result.num_resumed:,} images that were already stored.", highlight=False)
+        console.print(f"Resumed after {counted(result.num_resumed, 'image')} already stored.", highlight=False)
     console.print(description(manifest), highlight=False)
     console.print(
         task_table(
@@ -264,12 +264,11 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
         )
     if manifest.encoding.num_warnings:
         console.print(
-            f"{manifest.encoding.num_warnings:,} images gave harmless warnings when decoded.", highlight=False
+            f"{counted(manifest.encoding.num_warnings, 'image')} gave harmless warnings when decoded.", highlight=False
         )
     total = sum(shard.bytes for shard in manifest.shards)
-    console.print(
-        f"{len(manifest.shards)} shards, {human_bytes(total)}. Manifest: {job.out / 'manifest.json'}", highlight=False
-    )
+    shards = counted(len(manifest.shards), "shard")
+    console.print(f"{shards}, {human_bytes(total)}. Manifest: {job.out / 'manifest.json'}", highlight=False)
 
 
 def _split(command: Resplit, console: Console) -> int:
@@ -286,10 +285,10 @@ def _verify(command: Verify, console: Console) -> int:
     report = verify_data(command.dir, quick=command.quick, num_workers=command.workers, console=console)
     for problem in report.problems:
         console.print(f"[red]problem:[/] {_literal(problem)}", highlight=False)
-    what = "sizes and counts" if command.quick else f"checksums and {report.num_images:,} images"
+    what = "sizes and counts" if command.quick else f"checksums and {counted(report.num_images, 'image')}"
     names = ", ".join(f"{name}.json" for name in report.manifests)
-    problems = f"[bold red]{len(report.problems)} problems[/]: {report.num_files} files checked"
-    result = problems if report.problems else f"[bold green]OK[/]: {report.num_files} files verified"
+    files, found = counted(report.num_files, "file"), counted(len(report.problems), "problem")
+    result = f"[bold red]{found}[/]: {files} checked" if report.problems else f"[bold green]OK[/]: {files} verified"
     console.print(f"{result} ({what}), {names}", highlight=False)
     return 1 if report.problems else 0
 
@@ -301,7 +300,7 @@ def _inspect(command: Inspect, console: Console) -> int:
     console.print(description(manifest), highlight=False)
     console.print(task_table(manifest, table))
     if manifest.quarantine:
-        console.print(f"{len(manifest.quarantine)} images are quarantined.", highlight=False)
+        console.print(f"{counted(len(manifest.quarantine), 'image')} quarantined.", highlight=False)
     if command.views is not None and command.sheet is None:
         raise PrepError("--views needs a sheet to draw on. Add --sheet out.png.")
     if command.sheet is not None:

@@ -20,6 +20,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number and its noun, such as "1 image" or "2,000 images"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def human_seconds(seconds: float) -> str:
     """Returns a duration as text, such as "2m 05s"."""
     minutes, rest = divmod(int(seconds), 60)

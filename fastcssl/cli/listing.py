@@ -139,7 +139,7 @@ COMMON = (
     (
         "--online-probe",
         "every=E",
-        "off, or probe every E epochs and after each task; every=E,parity: as the reference code does",
+        "off, or probe every E epochs and after each task; every=E,parity: as in CaSSLe and PNR",
         "online_probe",
     ),
     (

@@ -97,7 +97,7 @@ def view_batch_norm(
 
 
 class _OnOneRank(torch.autograd.Function):
-    """`view_batch_norm`, with the views written side by side at once instead of copied together."""
+    """Computes `view_batch_norm`, but writes each view directly to its place in the output, without a second copy."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """The five computations of a BatchNorm over ranks: `TorchNorm` in plain torch, `CudaNorm` by torch's CUDA operators.
 
 x is one view on this rank, [N, C] or [N, C, ...]. W ranks, C channels. Every rank has the same number of values per
-channel. Statistics are float32 at least. What ranks exchange besides means is up to the kernels: variances for
-`TorchNorm`, inverse standard deviations for `CudaNorm`.
+channel. Statistics are float32 at least. Besides means, ranks exchange variances (`TorchNorm`) or inverse standard
+deviations (`CudaNorm`).
 """
 
 from typing import Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Kernels(Protocol):
-    """What a BatchNorm over ranks is made of."""
+    """The computations that make up a BatchNorm over ranks."""
 
     def statistics(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns the mean of each channel on this rank, and its spread."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dataprep.progress import counted
 from fastcssl.distributed.peer_watch import Communicators, PeerWatch
 from fastcssl.errors import UserError
 
@@ -62,8 +63,7 @@ def watched(action: str, *, by_type: bool = False) -> Iterator[None]:
 
 def _lost(action: str, reason: str) -> RankLost:
     return RankLost(
-        f"Another rank was lost during {action} ({reason}). "
-        "The first error in the output of the other ranks says why; resume from the last checkpoint."
+        f"Another rank was lost during {action} ({reason}). The first error in the output of the other ranks says why."
     )
 
 
@@ -274,9 +274,10 @@ def _device(kind: DeviceKind, local_rank: int) -> torch.device:
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     if local_rank >= num_gpus:
+        seen = counted(num_gpus, "GPU") if num_gpus else "no GPU"
         raise RuntimeError(
-            f"This process needs GPU {local_rank}, but {num_gpus} can be seen. Start one process per GPU, or use "
-            "--device cpu."
+            f"This process needs GPU {local_rank} (counted from 0), but it sees {seen}. Start one process per GPU, or "
+            "use --device cpu."
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -7,6 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from dataprep.progress import counted
 from fastcssl.doctor import Finding, Section
 
 MARKS = {"ok": ("✓", "green"), "note": ("•", "yellow"), "failed": ("✗", "bold red")}
@@ -49,9 +50,8 @@ def show_verdict(console: Console, sections: Sequence[Section], *, has_gpu: bool
     if broken:
         console.print(Text(f"{len(broken)} failed: {', '.join(broken)}.", style="bold red"))
     else:
-        console.print(
-            Text("No problems found.", style="bold green"), Text(f"{num_ok} checks passed, {num_notes} notes.")
-        )
+        passed = f"{counted(num_ok, 'check')} passed, {counted(num_notes, 'note')}."
+        console.print(Text("No problems found.", style="bold green"), Text(passed))
     if not has_gpu:
         console.print(
             Text(

@@ -61,7 +61,8 @@ class Plan:
 def check_scope(scope: str) -> None:
     """Raises UserError for a scope that does not exist."""
     if scope not in get_args(ScopeName) and not scope.startswith(DOWNSTREAM):
-        raise UserError(f"There is no scope {scope!r}. {nearest(scope, (*get_args(ScopeName), f'{DOWNSTREAM}NAME'))}")
+        known = nearest(scope, get_args(ScopeName))
+        raise UserError(f"There is no scope {scope!r}. {known} For other data use --downstream NAME=DIR.")
 
 
 def plan(data: Prepared, scope: str) -> Plan:

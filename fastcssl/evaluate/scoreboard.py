@@ -175,4 +175,4 @@ def _short(name: str, number: int) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f}"
+    return "-" if share is None else f"{100 * share:z.2f}"  # z: 0.00 instead of -0.00

@@ -317,8 +317,8 @@ def matched(target: Target, others: Sequence[Target], manifest_sha256: str) -> d
         return found
     for index, other in enumerate(others):
         task = other.only_task
-        alike = (other.method, other.encoder) == (target.method, target.encoder)
-        if task is None or not alike or other.manifest_sha256 != manifest_sha256:
+        is_same_model = (other.method, other.encoder) == (target.method, target.encoder)
+        if task is None or not is_same_model or other.manifest_sha256 != manifest_sha256:
             continue
         if task not in found or (other.seed == target.seed and others[found[task]].seed != target.seed):
             found[task] = index

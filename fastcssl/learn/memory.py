@@ -34,7 +34,7 @@ class _NetworkCopy:
 
     @torch.no_grad()
     def each(self, views: Sequence[Tensor]) -> Any:
-        """Returns the network's outputs for all views, computed together (see `ViewPass`)."""
+        """Returns what `ViewPass` returns: for `Online`, the features of all views, then their projections."""
         kind = views[0].device.type
         # Compiled, the casts are fused anyway.
         if torch.compiler.is_compiling() or not torch.is_autocast_enabled(kind):

@@ -137,10 +137,10 @@ def _lars_updates(
 ) -> list[Tensor]:
     """Does lars_update_plain for all tensors together, on their device. P tensors share a device and a type."""
     updates = list(torch._foreach_add(grads, params, alpha=weight_decay))
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, param in enumerate(params):
-        alike.setdefault((param.device, param.dtype), []).append(number)
-    for (_, dtype), numbers in alike.items():
+        groups.setdefault((param.device, param.dtype), []).append(number)
+    for (_, dtype), numbers in groups.items():
         precise = torch.promote_types(dtype, torch.float32)
         weight_P = torch.stack(torch._foreach_norm([params[n] for n in numbers], 2, precise))
         gradient_P = torch.stack(torch._foreach_norm([grads[n] for n in numbers], 2, precise))

@@ -83,7 +83,7 @@ def _range(runs: Sequence[RunRecord], run: RunRecord, result: Evaluation) -> tup
 
     They set the range of colours, so that colours can be compared between tables.
     """
-    alike = [
+    accuracies = [
         100 * value
         for other in runs
         for found in other.evaluations
@@ -91,7 +91,7 @@ def _range(runs: Sequence[RunRecord], run: RunRecord, result: Evaluation) -> tup
         for row in found.top1
         for value in row
     ]
-    return min(alike), max(alike)
+    return min(accuracies), max(accuracies)
 
 
 def _slug(text: str) -> str:

@@ -45,7 +45,8 @@ class Value:
         return statistics.stdev(self.each) if len(self.each) > 1 else None
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f}" if self.deviation is None else f"{self.mean:.2f} ± {self.deviation:.2f}"
+        mean = f"{self.mean:z.2f}"  # z: 0.00 instead of -0.00
+        return mean if self.deviation is None else f"{mean} ± {self.deviation:.2f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +103,15 @@ def mark(number: int) -> str:
     return chr(ord("a") + number) if number < 26 else f"{mark(number // 26 - 1)}{mark(number % 26)}"
 
 
-def evaluation_title(found: Evaluation, alike: Sequence[Evaluation] = (), *, of_row: bool = False) -> str:
-    """Returns probe, scope and the settings in which it differs from the `alike` ones. of_row: also those of rows."""
+def evaluation_title(found: Evaluation, others: Sequence[Evaluation] = (), *, of_row: bool = False) -> str:
+    """Returns probe, scope and the settings in which it differs from the others. of_row: also the settings of rows."""
     scope = SCOPES.get(found.scope) or f"on {found.scope.removeprefix(DOWNSTREAM)}"
     telling = (*_OF_TABLE, *_OF_ROW) if of_row else _OF_TABLE
-    keys = dict.fromkeys(key for other in alike for key in other.settings if key in telling)
+    keys = dict.fromkeys(key for other in others for key in other.settings if key in telling)
     settings = [
         f"{_SETTINGS.get(key, f'{key} ')}{shown(found.settings.get(key))}"
         for key in keys
-        if any(other.settings.get(key) != found.settings.get(key) for other in alike)
+        if any(other.settings.get(key) != found.settings.get(key) for other in others)
     ]
     return ", ".join((PROBES.get(found.probe, found.probe), scope, *settings))
 
@@ -129,8 +130,8 @@ def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
         run, found = members[0]
         place = _place(run, found)
         if place not in tables:
-            alike = [other for run_, other in pairs if _place(run_, other)[:3] == place[:3]]
-            tables[place] = Comparison(recipe=run.recipe, about=_about(run), evaluation=evaluation_title(found, alike))
+            others = [other for run_, other in pairs if _place(run_, other)[:3] == place[:3]]
+            tables[place] = Comparison(recipe=run.recipe, about=_about(run), evaluation=evaluation_title(found, others))
         tables[place].rows.append(_row(members, family[(*place, run.title)]))
     for table in tables.values():
         table.rows.sort(key=lambda row: (order(row.runs[0].method, row.runs[0].strategy), row.title))

@@ -136,7 +136,7 @@ def _run(place: int, run: RunRecord, pictures: Pictures, *, is_open: bool) -> Ht
         parts.append(_bound(bound))
     for found in run.evaluations:
         parts += [
-            el("h3", evaluation_title(found, _alike(run, found), of_row=True)),
+            el("h3", evaluation_title(found, _same_probe(run, found), of_row=True)),
             _evaluated(found),
             _figures(pictures.get((run.name, found.name), ())),
         ]
@@ -149,7 +149,7 @@ def _run(place: int, run: RunRecord, pictures: Pictures, *, is_open: bool) -> Ht
     return el("section", heading, facts, *parts, class_="run")
 
 
-def _alike(run: RunRecord, found: Evaluation) -> list[Evaluation]:
+def _same_probe(run: RunRecord, found: Evaluation) -> list[Evaluation]:
     return [other for other in run.evaluations if (other.probe, other.scope) == (found.probe, found.scope)]
 
 
@@ -166,7 +166,7 @@ def _state(run: RunRecord) -> str:
 
 
 def _evaluated(found: Evaluation) -> Html:
-    values = [f"{name} {100 * value:.2f}" for name in METRICS if (value := found.metrics.last(name)) is not None]
+    values = [f"{name} {100 * value:z.2f}" for name in METRICS if (value := found.metrics.last(name)) is not None]
     facts = " · ".join((*values, f"{sum(found.num_val):,} validation images", f"{duration(found.seconds)} to evaluate"))
     if len(found.columns) == 1:
         return el("p", facts, class_="quiet")

@@ -87,7 +87,7 @@ def test_exit_status_and_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     good = Section("Good", (Finding("a", "ok", "fine"), Finding("b", "note", "absent", "get it")))
     bad = Section("Bad", (failed("c", "it is broken", "mend it"),))
     for sections, status, says in (
-        ((good,), 0, "No problems found. 1 checks passed, 1 notes."),
+        ((good,), 0, "No problems found. 1 check passed, 1 note."),
         ((good, bad), 1, "1 failed: c."),
     ):
         made = [("x", lambda s=s: s) for s in sections]

@@ -96,6 +96,12 @@ def test_the_table_of_a_run() -> None:
     assert "single task" in text and "random" in text
 
 
+def test_no_metric_is_shown_as_minus_zero() -> None:
+    made = replace(outcome(3.0), evaluation=evaluation(metrics=Metrics(A=[0.5, 0.5], numbers={"P": -1e-9, "F": -1e-3})))
+    text = printed(summary([made]))
+    assert "P 0.00" in text and "F -0.10" in text
+
+
 def test_the_table_of_a_grid_names_what_differs() -> None:
     text = printed(summary([outcome(3.0), outcome(0.3, last=0.7)]))
     assert "lr 3.0" in text and "lr 0.3, the best A of these" in text and "epochs" not in text

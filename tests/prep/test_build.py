@@ -217,7 +217,7 @@ def test_too_many_corrupt_images_stop_the_build_and_can_be_allowed(tree: Tree, t
     for i in range(2):
         (root / "train" / "class01" / f"00{i}.jpg").write_bytes(b"\xff\xd8\xff broken")
     args = ("build", f"folder:{root}", "--scenario", "class", "--tasks", 2, "--out", tmp_path / "out")
-    prep_refused(*args, says=("2 corrupt images", "train/class01/00", "--max-corrupt"))
+    prep_refused(*args, says=("2 corrupt images found; the last one is", "train/class01/00", "--max-corrupt"))
     prep_ok(*args, "--max-corrupt", 0.05)
     assert len(load_manifest(tmp_path / "out").quarantine) == 2
 
@@ -226,7 +226,7 @@ def test_no_corruption_allowed(tree: Tree, tmp_path: Path) -> None:
     root = tree()
     (root / "train" / "class01" / "000.jpg").write_bytes(b"")
     args = ("build", f"folder:{root}", "--scenario", "joint", "--out", tmp_path / "out", "--max-corrupt", 0)
-    prep_refused(*args, says=("1 corrupt images", "empty"))
+    prep_refused(*args, says=("1 corrupt image found; the last one is", "empty"))
 
 
 def test_unreadable_files_are_quarantined(tree: Tree, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_check_header_trusts_what_it_does_not_decode(tree: Tree, tmp_path: Path)
     prep_ok(*args, "--out", tmp_path / "header", "--check", "header")
     assert not load_manifest(tmp_path / "header").quarantine
     done = prep("verify", tmp_path / "header")  # decodes, and so finds it
-    assert done.returncode == 1 and "does not decode" in done.stdout
+    assert done.returncode == 1 and "does not decode" in done.stdout and "\n1 problem: " in done.stdout
     prep_ok(*args, "--out", tmp_path / "full")
     assert len(load_manifest(tmp_path / "full").quarantine) == 1
 

@@ -9,7 +9,7 @@ from made_runs import accuracies, evaluated, made_run
 from fastcssl.config.config import ExpectConfig, plain
 from fastcssl.config.recipes import RECIPES, recipe, settled
 from fastcssl.report import report_runs
-from fastcssl.report.comparison import _is_beside, _plain, compared, mark, shown
+from fastcssl.report.comparison import Value, _is_beside, _plain, compared, mark, shown
 from fastcssl.report.figures import short_names
 from fastcssl.report.markup import Html, el
 from fastcssl.report.published import PUBLISHED, published
@@ -119,6 +119,7 @@ def test_published_numbers_are_about_recipes_that_exist_and_keep_their_order() -
 
 def test_small_things() -> None:
     assert [mark(number) for number in (0, 25, 26, 27)] == ["a", "z", "aa", "ab"]
+    assert [str(Value(each=each)) for each in ((-1e-9,), (-0.001, 0.001), (-0.1,))] == ["0.00", "0.00 ± 0.00", "-0.10"]
     assert [shown(value) for value in (True, 1e-4, None, [0.9, 0.99])] == ["on", "0.0001", "none", "0.9, 0.99"]
     assert (
         el("p", "<&", Html("<br>"), None, title='"', class_="x", hidden=None)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dataprep.manifest import SplitName
+from dataprep.progress import counted
 from fastcssl.data.loader import Loader, LoaderConfig
 from fastcssl.data.prepared import Order, Prepared, Selection
 from fastcssl.data.views import Policy
@@ -113,7 +114,8 @@ class Bench:
         for item in found:
             whole, num_bad = finite(item) if item is not None else (None, 0)
             if num_bad:
-                self.notes.append(f"The features of {num_bad} {split} images were not finite and count as zeros.")
+                images = counted(num_bad, f"{split} image")
+                self.notes.append(f"The features of {images} were not finite and count as zeros.")
             checked.append(whole)
         return checked
 

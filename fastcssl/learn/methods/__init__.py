@@ -107,7 +107,7 @@ class BankConfig:
 
     size: int = 65536  # rows; the "queue size" of the papers
     at_task_start: AtTaskStart = "keep"  # prefill: fill it with embeddings of the new task's images
-    initial: Initial = "empty"  # random: full of random directions, as in the references
+    initial: Initial = "empty"  # random: full of random directions, as in CaSSLe and PNR
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # type of the keys; 16-bit types halve the memory
 
     def __post_init__(self) -> None:

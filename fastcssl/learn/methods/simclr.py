@@ -1,4 +1,4 @@
-"""SimCLR: each embedding must find its other view among the 2 G embeddings of the batch.
+"""SimCLR: each embedding must find its other view among all embeddings of the batch.
 
 Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, 2020, equation 1 (NT-Xent), as
 CaSSLe and PNR train it: no BatchNorm in the projector. Deviation: the batch spans all ranks. In the references it spans
