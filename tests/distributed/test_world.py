@@ -368,9 +368,11 @@ def test_connect_takes_the_gpu_of_the_local_rank(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **_: taken.extend(args))
+    monkeypatch.setattr(dist, "_watch_peers", taken.append)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # connect() sets it, and not for the tests after this
     launched(WORLD_SIZE=4, RANK=3, LOCAL_RANK=1, MASTER_ADDR="localhost", MASTER_PORT=1)
     assert connect(kind) == (World(3, 4), torch.device("cuda", 1))
-    assert taken == [torch.device("cuda", 1), "cpu:gloo,cuda:nccl"]
+    assert taken == [torch.device("cuda", 1), "cpu:gloo,cuda:nccl", World(3, 4)]
     launched(WORLD_SIZE=4, RANK=3, LOCAL_RANK=3, MASTER_ADDR="localhost", MASTER_PORT=1)
     with pytest.raises(RuntimeError, match=r"needs GPU 3 \(counted from 0\), but it sees 2 GPUs\."):
         connect(kind)

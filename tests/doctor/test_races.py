@@ -44,6 +44,10 @@ def test_the_sanitized_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (done.returncode, done.stdout) == (0, f"{exercise.ENDED}\n"), done.stderr
     ran: list[str] = []
     monkeypatch.setattr(operators, "enqueue", lambda _: ran.append("enqueue") or Finding("enqueue", "ok", ""))
+    monkeypatch.setattr(exercise, "load", lambda _device, _data, loader: ran.append(loader))
+    exercise.exercise("cpu", data)
+    assert ran == ["enqueue", "native", "resident"]
+    ran.clear()
     monkeypatch.setattr(
         operators, "photometry", lambda _: ran.append("photometry") or failed("photometry", "is off", "mend it")
     )
