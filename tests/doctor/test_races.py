@@ -32,7 +32,7 @@ def test_races(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sanitizer(tmp_path, "echo 'Unable to find injection library' >&2; exit 1")
     assert all("could not run: Unable" in each.text and each.remedy for each in races.sanitized())
     sanitizer(tmp_path, "exec sleep 5")
-    assert all("no end after" in each.text for each in races.sanitized(limit_seconds=0.1))
+    assert all("not finished after" in each.text for each in races.sanitized(limit_seconds=0.1))
 
 
 def test_the_sanitized_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
