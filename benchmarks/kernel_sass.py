@@ -70,7 +70,7 @@ def functions(dump: str) -> dict[tuple[int, str], str]:
         if arch is None:
             continue
         places = list(_FUNCTION.finditer(part))
-        for place, following in zip(places, [*places[1:], None], strict=True):
+        for place, following in zip(places, [*places, None][1:], strict=True):
             found[int(arch[1]), place[1]] = part[place.end() : following.start() if following else None]
     return found
 

@@ -74,7 +74,7 @@ def test_a_rank_that_dies_is_noticed_without_the_card() -> None:
     assert killed == -9 and status == 0
     assert said == (
         "cuda:0|2|''|Another rank was lost during agreement (rank 1 closed its connection). The first error in the "
-        "output of the other ranks says why; resume from the last checkpoint.|aborted 1"
+        "output of the other ranks says why.|aborted 1"
     )
 
 
