@@ -73,7 +73,7 @@ def values(words: Sequence[str], settings: str, found: Recipe) -> RenderableType
             source = found.sources[key]
             ours = "dim" if source.startswith(OURS) else "green"
             style = "bold yellow" if source == COMMAND_LINE else ours
-            table.add_row(Text(flag_of(key)), Text(_plain(value), "cyan"), Text(source, style))
+            table.add_row(Text(flag_of(key)), Text(plain_value(key, value), "cyan"), Text(source, style))
         table.add_section()
     note = {
         "matched": "Settings: matched (the same for all strategies). See also --settings published.",
@@ -110,12 +110,14 @@ def flag_of(key: str) -> str:
     return f"--{key.removeprefix('run.').replace('_', '-')}"
 
 
-def _plain(value: Any) -> str:
+def plain_value(key: str, value: Any) -> str:
+    """Returns a setting's value as the command line takes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float):
         return f"{value:g}"
-    return " ".join(map(_plain, value)) if isinstance(value, tuple) else str(value)
+    separator = "," if key == "epochs" else " "
+    return separator.join(plain_value(key, item) for item in value) if isinstance(value, tuple) else str(value)
 
 
 # ---- --help ----------------------------------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ def _plain(value: Any) -> str:
 COMMON = (
     ("--data", "DIR", "folder or manifest written by fastcssl-prep", None),
     ("--out", "RUN", "folder of the run; an unfinished run in it is resumed", None),
-    ("--epochs", "N", "epochs per task", "epochs"),
+    ("--epochs", "N", "epochs per task, or a list with one number for each task, such as 100,50,50", "epochs"),
     ("--batch-size", "N", "images per step, over all processes", "batch_size"),
     ("--optim.lr", "X", "learning rate for a batch of 256, scaled to yours", "optim.lr"),
     ("--seed", "N", "random seed for weights, data order and views", "seed"),
@@ -186,7 +188,7 @@ def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
     for flag, metavar, about, key in COMMON:
         value = config[key] if key else None
         text = f"{about}; by default {out}" if flag == "--out" else about
-        common.add_row(_flag(flag, metavar if value is None else _plain(value)), Text(text))
+        common.add_row(_flag(flag, metavar if key is None or value is None else plain_value(key, value)), Text(text))
     parts: list[RenderableType] = [
         Text.assemble(("usage: ", "bold"), " ".join((PROG, *words)), " --data DIR [--out RUN] [FLAGS]\n"),
         common,
@@ -197,7 +199,7 @@ def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
         rows = grid()
         for key, value in keys.items():
             if key not in shown:
-                rows.add_row(_flag(flag_of(key), _plain(value)), Text(about_of[key], "dim"))
+                rows.add_row(_flag(flag_of(key), plain_value(key, value)), Text(about_of[key], "dim"))
         parts += [Text(f"\n{heading}", "bold"), rows]
     return Group(*parts)
 

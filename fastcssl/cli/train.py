@@ -17,7 +17,7 @@ from rich.table import Table
 from dataprep.suggest import nearest
 from fastcssl.cli.exit_codes import ExitCode, after_signal, ended, explained, together
 from fastcssl.cli.flag_names import check_flags
-from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, usage, values
+from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, plain_value, usage, values
 from fastcssl.config.recipes import RECIPES, Recipe, Settings, flat, recipe
 from fastcssl.errors import UserError
 from fastcssl.runs.display import PROBE_NAMES
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from fastcssl.train.session import Outcome
 
 _LISTED = ("moco", "pnr")  # what --list shows for a recipe without method and strategy
+_EPOCHS = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="N",
+    instance_from_str=lambda words: epochs_of(words[0]),
+    is_instance=lambda value: isinstance(value, int | tuple),
+    str_from_instance=lambda value: [plain_value("epochs", value)],
+)
 _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
@@ -130,6 +137,8 @@ def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool
     for field in dataclasses.fields(Config):
         value = getattr(found.config, field.name)
         kind: Any = type(value) if field.name in ("method", "strategy") else hints[field.name]
+        if field.name == "epochs":
+            kind = Annotated[kind, _EPOCHS]
         if field.name == "run":
             kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
         if field.name != "recipe":
@@ -148,6 +157,15 @@ def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool
         raise UserError(str(error)) from None
     options = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainOptions)}
     return TrainOptions(**options), found.changed_to(config)
+
+
+def epochs_of(text: str) -> int | tuple[int, ...]:
+    """Returns the value of --epochs: a number, or the numbers of a list that commas separate."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--epochs {text}: give a number, or one number for each task, such as --epochs 100,50,50.")
+    numbers = tuple(map(int, parts))
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _switched(args: Sequence[str], found: Recipe) -> Iterator[str]:

@@ -188,7 +188,8 @@ def _flags(config: dict[str, Any], sources: dict[str, str], settings: str) -> tu
         own = key in ("recipe", "only_task", "online_probe") or key.startswith(("strategy.", "run."))
         if source == "command line" and not own and value is not None:
             words = value if isinstance(value, list) else [value]
-            text = " ".join(("on" if word else "off") if isinstance(word, bool) else str(word) for word in words)
+            between = "," if key == "epochs" else " "
+            text = between.join(("on" if word else "off") if isinstance(word, bool) else str(word) for word in words)
             found.append(f"--{key.replace('_', '-')} {text}")
     return tuple(found)
 
