@@ -16,7 +16,7 @@ from dataprep import help
 from dataprep.api import build_data, draw_sheet, split_data, verify_data
 from dataprep.build import BuildJob, BuildResult
 from dataprep.contents import class_lines, description, task_table
-from dataprep.errors import Interrupted, PrepError
+from dataprep.errors import Interrupted, PrepError, UserError
 from dataprep.help import Flag
 from dataprep.manifest import load_manifest, manifest_path
 from dataprep.orders import asked_tasks
@@ -60,7 +60,7 @@ class Build:
             "imagenet:ROOT, imagenet100:ROOT, domainnet:ROOT, cifar10:ROOT, cifar100:ROOT, stl10:ROOT; folder:ROOT for "
             "any images; or synthetic for images that are drawn on the fly, with settings such as "
             "synthetic:size=64,train=40 (size 32 to 256 or mixed; classes 20, 30, 60 or 100; train, val, seed; format "
-            "pixels or jpeg)",
+            "pixels or jpeg); or a source that another package adds",
             "SOURCE",
         ),
     ]
@@ -185,7 +185,7 @@ def main(args: list[str] | None = None) -> int:
         if isinstance(command, Verify):
             return _verify(command, console)
         return _inspect(command, console)
-    except PrepError as error:
+    except UserError as error:
         errors.print(f"[bold red]error:[/] {_literal(str(error))}", highlight=False)
         return 2
     except KeyboardInterrupt:

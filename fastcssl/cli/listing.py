@@ -63,6 +63,12 @@ def _named(what: str, about: Mapping[str, str]) -> Table:
     return table
 
 
+_AWAITS_DATA = (
+    "This recipe follows the data, which is not known yet. Its values here are those of photos with a shorter side of "
+    "256 px, 25,000 in each of 5 tasks. Add --data DIR to see yours."
+)
+
+
 def values(words: Sequence[str], settings: str, found: Recipe) -> RenderableType:
     """Returns a table of every value of a recipe with its source. Our own choices are dimmed."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, collapse_padding=True)
@@ -79,7 +85,8 @@ def values(words: Sequence[str], settings: str, found: Recipe) -> RenderableType
         "matched": "Settings: matched (the same for all strategies). See also --settings published.",
         "published": "Settings: published (each strategy as its authors ran it). See also --settings matched.",
     }
-    return Group(Text(" ".join(words), "bold"), table, Text(note[settings], "dim"))
+    notes = [Text(_AWAITS_DATA, "bold yellow")] if found.awaits_data else []
+    return Group(Text(" ".join(words), "bold"), table, *notes, Text(note[settings], "dim"))
 
 
 # The groups of values, with their headings.
@@ -191,6 +198,7 @@ def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
         common.add_row(_flag(flag, metavar if key is None or value is None else plain_value(key, value)), Text(text))
     parts: list[RenderableType] = [
         Text.assemble(("usage: ", "bold"), " ".join((PROG, *words)), " --data DIR [--out RUN] [FLAGS]\n"),
+        *([Text(f"{_AWAITS_DATA}\n", "bold yellow")] if found.awaits_data else []),
         common,
         Text("\nAll other flags, with this recipe's values. --list shows their sources.", "dim"),
     ]

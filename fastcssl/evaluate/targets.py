@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dataprep.manifest import sha256_of
+from fastcssl.config.recipes import RECIPES
+from fastcssl.config.recipes.own_data import name_of
 from fastcssl.data.policies import policy
 from fastcssl.data.views import Family, Policy, with_normalisation, with_size
 from fastcssl.errors import UserError
@@ -350,4 +352,7 @@ def missing_commands(target: Target, tasks: Sequence[int], manifest: Path) -> li
 
 def out_of(target: Target, task: int) -> Path:
     """Returns the folder of a reference. Its name has no strategy, because all strategies share the references."""
-    return target.folder.parent / f"{target.recipe}-{target.method}-only{task}-seed{target.seed}"
+    recipe = target.recipe
+    if target.data is not None and recipe in RECIPES and RECIPES[recipe].follows_data:
+        recipe = f"{recipe}-{name_of(target.data)}"  # as in the names of runs: the recipe is for any data
+    return target.folder.parent / f"{recipe}-{target.method}-only{task}-seed{target.seed}"

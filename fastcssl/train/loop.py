@@ -43,6 +43,7 @@ def train(
 
     start_from: "RUN@k", to start with the state of another run after its task k.
     """
+    recipe = recipe.completed(data)
     with ExitStack() as stack:
         run = Run(recipe.config, data, world or World(), device or torch.device("cpu"))
         stack.callback(run.loader.close)
