@@ -1,15 +1,19 @@
 """Epochs per task (--epochs 3,1): the schedule, resuming, the forecast, the status and the reports follow the list."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from small_runs import lines, losses, prepared, run, tiny
 
+import fastcssl.train.loop as loop
 from fastcssl.cli import train as command
+from fastcssl.data.loader import Stream
 from fastcssl.errors import UserError
 from fastcssl.evaluate.targets import open_targets
 from fastcssl.learn.optim import lr_at, lr_peak
@@ -33,17 +37,35 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_every_task_has_its_epochs_and_its_own_schedule(whole: Path) -> None:
-    seen = lines(whole)
-    assert [line["task"] for line in seen] == [0] * 3 * STEPS + [1] * STEPS
-    optim = tiny().config.optim
-    peak = lr_peak(optim, 16)
-    for number, line in enumerate(seen):
-        at, num_epochs = (number / STEPS, 3) if line["task"] == 0 else ((number - 3 * STEPS) / STEPS, 1)
-        assert line["lr"] == pytest.approx(lr_at(optim, peak, at, num_epochs))
+def test_every_task_has_its_epochs(whole: Path) -> None:
+    assert [line["task"] for line in lines(whole)] == [0] * 3 * STEPS + [1] * STEPS
     assert [line["num_epochs"] for line in lines(whole, "task")] == [3, 1]
     status = read_status(whole)
     assert (status.step, status.num_steps, status.epoch, status.num_epochs) == (8, 8, 0, 1)
+
+
+def test_every_task_has_its_own_schedule(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[float] = []
+    real = loop.set_lr
+    monkeypatch.setattr(loop, "set_lr", lambda optimizer, lr: (used.append(lr), real(optimizer, lr)))
+    optim = dataclasses.replace(tiny().config.optim, schedule="cosine", schedule_unit="step")
+    run(tiny("simclr", "finetune", epochs=(3, 1), optim=optim), data, tmp_path / "run")
+    peak = lr_peak(optim, 16)
+    wanted = [lr_at(optim, peak, number / STEPS, epochs) for epochs in (3, 1) for number in range(epochs * STEPS)]
+    assert used == pytest.approx(wanted) and len(set(wanted)) > 4
+    assert [line["lr"] for line in lines(tmp_path / "run")] == pytest.approx(wanted)
+
+
+def test_no_epoch_is_drawn_twice(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = Stream.epoch, []
+
+    def epoch(self: Stream, number: int, *rest: Any, **more: Any) -> Any:
+        seen.append(number)
+        return real(self, number, *rest, **more)
+
+    monkeypatch.setattr(Stream, "epoch", epoch)
+    run(tiny("simclr", "finetune", epochs=(3, 1)), data, tmp_path / "run")
+    assert seen == [0, 1, 2, 3]  # random draws count epochs over all tasks
 
 
 def test_equal_numbers_are_one_number(data: Path, tmp_path: Path) -> None:
