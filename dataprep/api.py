@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from dataprep.contents import contact_sheet, save_png
 from dataprep.encode import Check, Encoding, Resize
 from dataprep.errors import PrepError
 from dataprep.manifest import Manifest, load_manifest, manifest_path
-from dataprep.scenario import Kind, Scenario
+from dataprep.scenario import Kind, Scenario, reference_domains
 from dataprep.sources import SMALL_PX, Source, open_source
 from dataprep.splits import resplit
 from dataprep.table import load_table
@@ -31,6 +32,8 @@ def build_data(
     scenario: Kind,
     num_tasks: int | None = None,
     seed: int | None = None,
+    order: Sequence[str] | Literal["reference"] | None = None,
+    sizes: Sequence[int] = (),
     formats: Sequence[str] | None = None,
     resize: str = "short:256",
     quality: int = 90,
@@ -52,6 +55,10 @@ def build_data(
     source: KIND or KIND:WHERE, such as "synthetic" or "imagenet100:/data/imagenet".
     out: the folder to write.
     scenario, num_tasks, seed: how samples become tasks. Without a seed, the order is the reference's.
+    order: the names of all classes (scenario "class") or domains ("domain") in the order of the tasks. By default the
+    order of `domains`, if they are given, else the seed's or the reference's.
+    sizes: for tasks of different sizes, the number of classes or domains of each task; for the scenario "data" relative
+    numbers of images.
     formats: any of "tar", "ffcv" and "array". The default is "array" if all images share one small size, else "tar".
     resize: "short:256", "max:500" (both only shrink images), "square:96" or "none".
     quality: the quality of re-encoded JPEGs, 1 to 100.
@@ -61,7 +68,7 @@ def build_data(
     check: "full" decodes every image; "header" checks only the header of images that are not resized.
     max_corrupt: the share of images that may be corrupt before the build stops.
     classes_file: a text file with the class folders to use, one per line.
-    domains: the domains to use, by default all.
+    domains: the domains to use, by default all. With the scenario "domain", the tasks have this order.
     should_stop: called between images; when it returns true, `Interrupted` is raised.
     announce: called with the job before the job begins.
     """
@@ -76,7 +83,14 @@ def build_data(
         opened = replace(opened, samples=opened.samples.limited(limit_per_class))
     job = BuildJob(
         source=opened,
-        scenario=_scenario(scenario, num_tasks, seed, num_domains=len(opened.domains)),
+        scenario=_scenario(
+            scenario,
+            num_tasks,
+            seed,
+            order=_order(order, scenario, seed, domains, opened),
+            sizes=sizes,
+            num_domains=len(opened.domains),
+        ),
         encoding=encoding,
         formats=_formats(formats, opened, encoding.resize),
         out=out,
@@ -90,12 +104,23 @@ def build_data(
 
 
 def split_data(
-    where: Path | str, name: str, *, scenario: Kind, num_tasks: int | None = None, seed: int | None = None
+    where: Path | str,
+    name: str,
+    *,
+    scenario: Kind,
+    num_tasks: int | None = None,
+    seed: int | None = None,
+    order: Sequence[str] | Literal["reference"] | None = None,
+    sizes: Sequence[int] = (),
 ) -> Manifest:
-    """Writes and returns another manifest, WHERE/NAME.json, which splits the same shards into tasks differently."""
+    """Writes and returns another manifest, WHERE/NAME.json, which splits the same shards into tasks differently.
+
+    scenario, num_tasks, seed, order, sizes: as for `build_data`.
+    """
     path = manifest_path(Path(where))
+    given = () if order is None or order == "reference" else tuple(order)
     num_domains = len(load_manifest(path).domains)
-    return resplit(path, _scenario(scenario, num_tasks, seed, num_domains=num_domains), name)
+    return resplit(path, _scenario(scenario, num_tasks, seed, order=given, sizes=sizes, num_domains=num_domains), name)
 
 
 def verify_data(
@@ -152,14 +177,59 @@ def _refuse_out_inside_source(source: str, out: Path) -> None:
         raise PrepError(f"--out {out} lies inside the source {root}. Choose a folder outside it.")
 
 
-def _scenario(kind: Kind, num_tasks: int | None, seed: int | None, *, num_domains: int) -> Scenario:
+def _order(
+    asked: Sequence[str] | Literal["reference"] | None,
+    kind: Kind,
+    seed: int | None,
+    domains: Sequence[str],
+    source: Source,
+) -> tuple[str, ...]:
+    """Returns the order of the names: the one that was asked for, that of --domains, or () for the usual one."""
+    twice = sorted({name for name in domains if domains.count(name) > 1})
+    if twice:
+        raise PrepError(f"--domains names {twice[0]} twice. Name each domain once.")
+    if asked == "reference":
+        return ()
+    if asked is not None:
+        return tuple(asked)
+    chosen = tuple(domains)
+    if kind != "domain" or seed is not None or chosen == reference_domains(source.domains):
+        return ()
+    return chosen
+
+
+def _scenario(
+    kind: Kind,
+    num_tasks: int | None,
+    seed: int | None,
+    *,
+    order: tuple[str, ...],
+    sizes: Sequence[int],
+    num_domains: int,
+) -> Scenario:
     if seed is not None and seed < 0:
         raise PrepError(f"--seed {seed} is negative. Use 0 or more.")
+    if order and seed is not None:
+        raise PrepError("A seed and an order exclude each other: a seed draws an order. Leave one out.")
+    if order and kind in ("data", "joint"):
+        raise PrepError(
+            f"--scenario {kind} has no order of classes or domains. Leave out the order, or use --scenario class or "
+            "domain."
+        )
+    if sizes:
+        if kind == "joint":
+            raise PrepError("Joint training is one task, without sizes. Leave out --tasks.")
+        if min(sizes) < 1 or num_tasks not in (None, len(sizes)):
+            listed = ",".join(map(str, sizes))
+            raise PrepError(
+                f"The sizes {listed} do not describe {num_tasks or len(sizes)} tasks. Give one of at least 1 for each."
+            )
+        num_tasks = len(sizes)
     if num_tasks is None:
         if kind in ("class", "data"):
             raise PrepError(f"--scenario {kind} needs --tasks, such as --tasks 5.")
         num_tasks = 1 if kind == "joint" else max(num_domains, 1)
-    return Scenario(kind=kind, num_tasks=num_tasks, seed=seed)
+    return Scenario(kind=kind, num_tasks=num_tasks, seed=seed, order=order, sizes=tuple(sizes))
 
 
 def _formats(asked: Sequence[str] | None, source: Source, resize: Resize) -> tuple[str, ...]:

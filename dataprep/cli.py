@@ -15,10 +15,11 @@ from rich.markup import escape
 from dataprep import help
 from dataprep.api import build_data, draw_sheet, split_data, verify_data
 from dataprep.build import BuildJob, BuildResult
-from dataprep.contents import description, task_table
-from dataprep.errors import Interrupted, PrepError
+from dataprep.contents import class_lines, description, task_table
+from dataprep.errors import Interrupted, PrepError, UserError
 from dataprep.help import Flag
 from dataprep.manifest import load_manifest, manifest_path
+from dataprep.orders import asked_tasks
 from dataprep.progress import counted, human_bytes
 from dataprep.scenario import Kind
 from dataprep.table import load_table
@@ -29,9 +30,23 @@ _WHICH, _HOW = "which images", "how they are stored"
 
 
 _ScenarioFlag = Annotated[Kind, Flag("how samples become tasks: class, data, domain or joint", "KIND")]
-_TasksFlag = Annotated[int | None, Flag("number of tasks; not needed for domain and joint", "T")]
+_TasksFlag = Annotated[
+    str | None,
+    Flag(
+        "number of equal tasks; or the sizes of the tasks, such as 50,10,10; or a text file with one class or domain "
+        "per line and a blank line between tasks; not needed for domain and joint",
+        "T",
+    ),
+]
 _SeedFlag = Annotated[int | None, Flag("seed of a random order, instead of CaSSLe's order", "S")]
-_OrderFlag = Annotated[Literal["reference"] | None, Flag("use CaSSLe's order, which is the default", "reference")]
+_OrderFlag = Annotated[
+    str | None,
+    Flag(
+        "order of all classes or domains: names separated by commas, a text file with one name per line, or reference "
+        "for CaSSLe's order, which is the default",
+        "LIST",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +60,7 @@ class Build:
             "imagenet:ROOT, imagenet100:ROOT, domainnet:ROOT, cifar10:ROOT, cifar100:ROOT, stl10:ROOT; folder:ROOT for "
             "any images; or synthetic for images that are drawn on the fly, with settings such as "
             "synthetic:size=64,train=40 (size 32 to 256 or mixed; classes 20, 30, 60 or 100; train, val, seed; format "
-            "pixels or jpeg)",
+            "pixels or jpeg); or a source that another package adds",
             "SOURCE",
         ),
     ]
@@ -57,7 +72,9 @@ class Build:
     classes: Annotated[Path | None, Flag("a text file of the class folders to use, one per line", "FILE", _WHICH)] = (
         None
     )
-    domains: Annotated[str | None, Flag("the domains to use, separated by commas", "LIST", _WHICH)] = None
+    domains: Annotated[
+        str | None, Flag("the domains to use, separated by commas, in the order of their tasks", "LIST", _WHICH)
+    ] = None
     limit_per_class: Annotated[
         int | None, Flag("at most N images per class, in each split and domain", "N", _WHICH)
     ] = None
@@ -136,7 +153,10 @@ _PAGES = {
     "split": help.page(
         Resplit,
         f"{PROG} split DIR --name NAME --scenario KIND [FLAGS]",
-        [f"{PROG} split /data/in100 --scenario data --tasks 10 --name data10"],
+        [
+            f"{PROG} split /data/in100 --scenario data --tasks 10 --name data10",
+            f"{PROG} split /data/in100 --scenario class --tasks 50,10,10,10,10,10 --name uneven",
+        ],
     ),
     "verify": help.page(Verify, f"{PROG} verify DIR [--quick] [--workers N]"),
     "inspect": help.page(
@@ -165,7 +185,7 @@ def main(args: list[str] | None = None) -> int:
         if isinstance(command, Verify):
             return _verify(command, console)
         return _inspect(command, console)
-    except PrepError as error:
+    except UserError as error:
         errors.print(f"[bold red]error:[/] {_literal(str(error))}", highlight=False)
         return 2
     except KeyboardInterrupt:
@@ -176,7 +196,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _build(command: Build, console: Console) -> int:
-    _check_order(command)
+    asked = asked_tasks(command.tasks, command.order, command.seed)
     begun: list[tuple[BuildJob, Callable[[], bool]]] = []
 
     def announce(job: BuildJob) -> None:
@@ -197,8 +217,10 @@ def _build(command: Build, console: Console) -> int:
             command.source,
             command.out,
             scenario=command.scenario,
-            num_tasks=command.tasks,
+            num_tasks=asked.num_tasks,
             seed=command.seed,
+            order=asked.order,
+            sizes=asked.sizes,
             formats=None if command.formats is None else _listed(command.formats),
             resize=command.resize,
             quality=command.quality,
@@ -272,9 +294,17 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
 
 
 def _split(command: Resplit, console: Console) -> int:
-    _check_order(command)
+    asked = asked_tasks(command.tasks, command.order, command.seed)
     path = manifest_path(command.dir)
-    manifest = split_data(path, command.name, scenario=command.scenario, num_tasks=command.tasks, seed=command.seed)
+    manifest = split_data(
+        path,
+        command.name,
+        scenario=command.scenario,
+        num_tasks=asked.num_tasks,
+        seed=command.seed,
+        order=asked.order,
+        sizes=asked.sizes,
+    )
     console.print(description(manifest), highlight=False)
     console.print(task_table(manifest, load_table(manifest, path.parent)))
     console.print(f"Manifest: {path.parent / (manifest.name + '.json')} (no shard was touched)", highlight=False)
@@ -299,6 +329,8 @@ def _inspect(command: Inspect, console: Console) -> int:
     table = load_table(manifest, path.parent)
     console.print(description(manifest), highlight=False)
     console.print(task_table(manifest, table))
+    for line in class_lines(manifest):
+        console.print(_literal(line), highlight=False)
     if manifest.quarantine:
         console.print(f"{counted(len(manifest.quarantine), 'image')} quarantined.", highlight=False)
     if command.views is not None and command.sheet is None:
@@ -315,12 +347,7 @@ def _literal(text: str) -> str:
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
-def _check_order(command: Build | Resplit) -> None:
-    if command.seed is not None and command.order is not None:
-        raise PrepError("--seed and --order exclude each other: the reference order has its own seeds. Leave one out.")
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
 if __name__ == "__main__":

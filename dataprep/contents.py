@@ -15,6 +15,7 @@ from dataprep.progress import human_bytes, human_seconds
 from dataprep.table import Table, rows_of_ids
 from dataprep.writers import DerivedFormat, Format, formats
 
+_MAX_CLASSES = 100  # named per task
 TILE_PX = 112
 GAP_PX = 6
 MARGIN_PX = 22
@@ -82,6 +83,22 @@ def description(manifest: Manifest) -> str:
     scenario = manifest.scenario
     tasks = f"{scenario.num_tasks} task{'s' * (scenario.num_tasks != 1)}"
     return f"{manifest.source.kind} · {scenario.kind} · {tasks} · order {scenario.order}{domains}\n{stored}"
+
+
+def class_lines(manifest: Manifest) -> list[str]:
+    """Returns one line per task with the names of its classes, or a single line if all tasks have the same classes."""
+    if len({frozenset(task.classes) for task in manifest.tasks}) == 1 and len(manifest.tasks) > 1:
+        return [f"classes of every task: {_class_names(manifest, sorted(manifest.tasks[0].classes))}"]
+    return [
+        f"classes of task {number}: {_class_names(manifest, task.classes)}"
+        for number, task in enumerate(manifest.tasks)
+    ]
+
+
+def _class_names(manifest: Manifest, labels: list[int]) -> str:
+    names = [manifest.classes[label] for label in labels[:_MAX_CLASSES]]
+    rest = len(labels) - len(names)
+    return ", ".join(names) + (f" and {rest:,} more, listed in the manifest" if rest else "")
 
 
 def contact_sheet(manifest: Manifest, table: Table, folder: Path, *, num_columns: int = 12) -> Image.Image:

@@ -1,5 +1,6 @@
 """Writes manifests over finished shards: the first one, and further splits of the same samples."""
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,12 +36,18 @@ from dataprep.table import Table, empty_table, load_table, samples_of, save_tabl
 if TYPE_CHECKING:
     from dataprep.build import BuildJob
 
+_MAX_LISTED = 60  # characters; a longer order is named by its digest, and the tasks list its classes
 _RESERVED = {DEFAULT_NAME, "samples", "keys"}
 
 
 def order_name(scenario: Scenario) -> str:
     """Returns the name of the order as the manifest stores it."""
-    return "reference" if scenario.seed is None else f"seed {scenario.seed}"
+    name = "reference" if scenario.seed is None else f"seed {scenario.seed}"
+    if scenario.order:
+        listed = ", ".join(scenario.order)
+        digest = hashlib.sha256("\n".join(scenario.order).encode("utf-8", "surrogateescape")).hexdigest()
+        name = f"given ({listed if len(listed) <= _MAX_LISTED else digest[:12]})"
+    return f"{name}, sizes {','.join(map(str, scenario.sizes))}" if scenario.sizes else name
 
 
 def assemble(job: "BuildJob", plan: Assignment, journal: Journal) -> Manifest:

@@ -107,7 +107,8 @@ def forecast_run(
     measured. measure: False skips the measurement, and leaves the seconds out.
     """
     with connected(recipe.config.run.device) as (_, device):
-        return forecast(recipe.config, Path(data), num_ranks, device, measure, out=Path(out))
+        config = recipe.completed(Path(data)).config
+        return forecast(config, Path(data), num_ranks, device, measure, out=Path(out))
 
 
 def evaluate_runs(

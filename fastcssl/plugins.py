@@ -2,9 +2,9 @@
 
 import importlib
 import pkgutil
-from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
+from dataprep.extensions import extension_names, load_extension
 from dataprep.suggest import nearest
 from fastcssl.errors import UserError
 
@@ -26,21 +26,14 @@ class Plugins(Generic[Plugin]):
 
     def names(self) -> tuple[str, ...]:
         """Returns all names, sorted."""
-        return tuple(sorted({*self._own(), *(point.name for point in entry_points(group=self._group))}))
+        return tuple(sorted({*self._own(), *extension_names(self._group)}))
 
     def find(self, name: str) -> type[Plugin]:
         """Returns the class of one of our own modules, or the class that an entry point names."""
         if name in self._own():
             found: Any = getattr(importlib.import_module(f"{self._package}.{name}"), self._what.upper())
         elif name in self.names():
-            point = next(iter(entry_points(group=self._group, name=name)))
-            try:
-                found = point.load()
-            except Exception as error:  # someone else's code
-                raise UserError(
-                    f"The {self._what} {name!r} ({point.value}) cannot be loaded: {error}. Repair or uninstall its "
-                    "package."
-                ) from error
+            found = load_extension(self._what, name, self._group)
         else:
             raise ValueError(f"There is no {self._what} {name!r}. {nearest(name, self.names())}")
         part: type[Plugin] = found

@@ -24,6 +24,7 @@ from torch.distributed.run import get_args_parser
 import dataprep.cli
 from fastcssl.cli import doctor, report, train
 from fastcssl.cli import eval as evaluation
+from fastcssl.config.recipes import RECIPES
 from fastcssl.distributed.world import World
 from fastcssl.evaluate.scopes import check_scope
 from fastcssl.train import forecast
@@ -67,6 +68,7 @@ class Shell:
                 self.standins.class_list(listed)
         elif verb in ("split", "verify", "inspect") and not where.startswith("-"):
             self.standins.prepared(where)
+        self.standins.task_list(value_of("--tasks", words) or "")
         ends_well(dataprep.cli.main, words)
 
     def train(self, words: list[str], launch: Launch | None = None) -> None:
@@ -80,7 +82,7 @@ class Shell:
         (recipe, method, *_), _, flags = recipe_of(words)
         # Dotted flags are values of the configuration, which is built of every command.
         shape = tuple(sorted(flag for flag in words if flag.startswith("--") and "." not in flag))
-        if not self.first("train", shape) and launch is None:
+        if not self.first("train", shape, RECIPES[recipe].follows_data) and launch is None:
             values = [word for word in flags if word not in (value_of("--data", words), value_of("--out", words))]
             (configured if self.first("configured", *values) else has_flags)(words)
             return

@@ -58,16 +58,22 @@ class StandIns:
         kind, _, where = spec.partition(":")
         if not where or kind == "synthetic" or self._path(where).exists():
             return
-        making: dict[str, Callable[[Path], None]] = {
+        making: dict[str, Callable[[Path], object]] = {
             "imagenet": _imagenet,
             "imagenet100": _imagenet,
             "cifar10": lambda root: _cifar(root, 10),
             "cifar100": lambda root: _cifar(root, 100),
             "stl10": _stl10,
             "domainnet": _domainnet,
-            "folder": lambda root: _tree(root, ("train", "val"), ("ant", "bee", "cat", "dog"), "jpg"),
+            "folder": _folder,
+            "listed": listed_photos,
         }
         making[kind](self._path(where))
+
+    def task_list(self, where: str) -> None:
+        """Of --tasks FILE: docs/own_data.md shows it."""
+        if where.endswith(".txt") and not self._path(where).exists():
+            self._path(where).write_text("ant\nbee\n\ncat\n\ndog\n")
 
     def class_list(self, where: str) -> None:
         if not self._path(where).exists():
@@ -227,17 +233,36 @@ def _known(flag: str, keys: set[str]) -> bool:
 # ---- Images ----------------------------------------------------------------------------------------------------------
 
 
-def _tree(root: Path, splits: Sequence[str], classes: Sequence[str], suffix: str) -> None:
+def _tree(root: Path, splits: Sequence[str], classes: Sequence[str], suffix: str, num_images: int = NUM_IMAGES) -> None:
     for s, split in enumerate(splits):
         for c, name in enumerate(classes):
             (root / split / name).mkdir(parents=True)
-            for i in range(NUM_IMAGES):
+            for i in range(num_images):
                 image = picture(1000 * s + 10 * c + i, 32, 32)
                 path = root / split / name / f"{name}_{i}.{suffix}"
                 if suffix == "png":
                     Image.fromarray(image).save(path)
                 else:
                     path.write_bytes(jpeg_of(image))
+
+
+def _folder(root: Path) -> None:
+    """Of anyone's own images: domains where the name says styles, else a train and a val part. Enough for a batch."""
+    parts = ("art", "cartoon", "photo", "sketch") if root.name == "styles" else ("train", "val")
+    _tree(root, parts, ("ant", "bee", "cat", "dog"), "jpg", num_images=12)
+
+
+def listed_photos(table: Path) -> Path:
+    """The images of docs/plugins.md's source: eight for training and two for validation of each of four classes."""
+    lines = ["path,class,split"]
+    for c, name in enumerate(("ant", "bee", "cat", "dog")):
+        for i in range(10):
+            path = table.parent / "images" / f"{name}{i}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(jpeg_of(picture(10 * c + i, 32, 32)))
+            lines.append(f"images/{path.name},{name},{'val' if i % 5 == 4 else 'train'}")
+    table.write_text("\n".join(lines) + "\n")
+    return table
 
 
 def _imagenet(root: Path) -> None:

@@ -1,4 +1,8 @@
-"""Turns a data set on disk into ordered samples. Each family has a module; `open_source` finds it by the kind."""
+"""Turns a data set on disk into ordered samples. Each family has a module; `open_source` finds it by the kind.
+
+A source of another package is a function like a family's `open_source`, named by an entry point of `fastcssl.sources`
+(docs/plugins.md).
+"""
 
 import importlib
 import pkgutil
@@ -11,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dataprep.errors import PrepError
+from dataprep.extensions import extension_names, load_extension
 from dataprep.samples import Sample, Samples
 from dataprep.suggest import nearest
 
+GROUP = "fastcssl.sources"
 SMALL_PX = 128  # images of one size up to this are stored as an array
 Payload = str | bytes | npt.NDArray[np.uint8]  # the path of a file, its bytes, or pixels [height, width, 3]
 
@@ -59,7 +65,7 @@ class SourceRequest:
 
 
 def families() -> dict[str, ModuleType]:
-    """Returns the module that opens each kind of source."""
+    """Returns the module that opens each of our own kinds of source."""
     found: dict[str, ModuleType] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
@@ -67,16 +73,31 @@ def families() -> dict[str, ModuleType]:
     return found
 
 
+def _opener(spec: str, kind: str) -> Callable[[SourceRequest], Source]:
+    """Returns the function that opens a kind of source: one of ours, or that of another package."""
+    own = families()
+    if kind in own:
+        opener: Callable[[SourceRequest], Source] = own[kind].open_source
+        return opener
+    others = extension_names(GROUP)
+    if kind not in others:
+        is_path = Path(spec).expanduser().exists()
+        known = sorted({*own, *others})
+        hint = f"For any folder of images write folder:{spec}." if is_path else nearest(kind, known)
+        raise PrepError(f"'{spec}' is not a source. {hint}")
+    found: Callable[[SourceRequest], Source] = load_extension("source", kind, GROUP)
+    return found
+
+
 def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[str, ...] = ()) -> Source:
     """Returns the opened source. `spec` is KIND or KIND:WHERE, such as imagenet100:/data/imagenet."""
     kind, _, where = spec.partition(":")
-    known = families()
-    if kind not in known:
-        is_path = Path(spec).expanduser().exists()
-        hint = f"For any folder of images write folder:{spec}." if is_path else nearest(kind, sorted(known))
-        raise PrepError(f"'{spec}' is not a source. {hint}")
     request = SourceRequest(kind=kind, where=where, classes_file=classes_file, domains=domains)
-    source: Source = known[kind].open_source(request)
+    source = _opener(spec, kind)(request)
+    if not isinstance(source, Source):  # someone else's code
+        raise PrepError(
+            f"The source '{kind}' returned {type(source).__name__}, not a dataprep.sources.Source. Repair its package."
+        )
     if not len(source.samples):
         raise PrepError(f"{spec} holds no images. Check the path, or use another source.")
     if not (~source.samples.is_val_S).any():

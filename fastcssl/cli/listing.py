@@ -63,6 +63,12 @@ def _named(what: str, about: Mapping[str, str]) -> Table:
     return table
 
 
+_AWAITS_DATA = (
+    "This recipe follows the data, which is not known yet. Its values here are those of photos with a shorter side of "
+    "256 px, 25,000 in each of 5 tasks. Add --data DIR to see yours."
+)
+
+
 def values(words: Sequence[str], settings: str, found: Recipe) -> RenderableType:
     """Returns a table of every value of a recipe with its source. Our own choices are dimmed."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, collapse_padding=True)
@@ -73,13 +79,14 @@ def values(words: Sequence[str], settings: str, found: Recipe) -> RenderableType
             source = found.sources[key]
             ours = "dim" if source.startswith(OURS) else "green"
             style = "bold yellow" if source == COMMAND_LINE else ours
-            table.add_row(Text(flag_of(key)), Text(_plain(value), "cyan"), Text(source, style))
+            table.add_row(Text(flag_of(key)), Text(plain_value(key, value), "cyan"), Text(source, style))
         table.add_section()
     note = {
         "matched": "Settings: matched (the same for all strategies). See also --settings published.",
         "published": "Settings: published (each strategy as its authors ran it). See also --settings matched.",
     }
-    return Group(Text(" ".join(words), "bold"), table, Text(note[settings], "dim"))
+    notes = [Text(_AWAITS_DATA, "bold yellow")] if found.awaits_data else []
+    return Group(Text(" ".join(words), "bold"), table, *notes, Text(note[settings], "dim"))
 
 
 # The groups of values, with their headings.
@@ -110,12 +117,14 @@ def flag_of(key: str) -> str:
     return f"--{key.removeprefix('run.').replace('_', '-')}"
 
 
-def _plain(value: Any) -> str:
+def plain_value(key: str, value: Any) -> str:
+    """Returns a setting's value as the command line takes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float):
         return f"{value:g}"
-    return " ".join(map(_plain, value)) if isinstance(value, tuple) else str(value)
+    separator = "," if key == "epochs" else " "
+    return separator.join(plain_value(key, item) for item in value) if isinstance(value, tuple) else str(value)
 
 
 # ---- --help ----------------------------------------------------------------------------------------------------------
@@ -124,7 +133,7 @@ def _plain(value: Any) -> str:
 COMMON = (
     ("--data", "DIR", "folder or manifest written by fastcssl-prep", None),
     ("--out", "RUN", "folder of the run; an unfinished run in it is resumed", None),
-    ("--epochs", "N", "epochs per task", "epochs"),
+    ("--epochs", "N", "epochs per task, or a list with one number for each task, such as 100,50,50", "epochs"),
     ("--batch-size", "N", "images per step, over all processes", "batch_size"),
     ("--optim.lr", "X", "learning rate for a batch of 256, scaled to yours", "optim.lr"),
     ("--seed", "N", "random seed for weights, data order and views", "seed"),
@@ -186,9 +195,10 @@ def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
     for flag, metavar, about, key in COMMON:
         value = config[key] if key else None
         text = f"{about}; by default {out}" if flag == "--out" else about
-        common.add_row(_flag(flag, metavar if value is None else _plain(value)), Text(text))
+        common.add_row(_flag(flag, metavar if key is None or value is None else plain_value(key, value)), Text(text))
     parts: list[RenderableType] = [
         Text.assemble(("usage: ", "bold"), " ".join((PROG, *words)), " --data DIR [--out RUN] [FLAGS]\n"),
+        *([Text(f"{_AWAITS_DATA}\n", "bold yellow")] if found.awaits_data else []),
         common,
         Text("\nAll other flags, with this recipe's values. --list shows their sources.", "dim"),
     ]
@@ -197,7 +207,7 @@ def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
         rows = grid()
         for key, value in keys.items():
             if key not in shown:
-                rows.add_row(_flag(flag_of(key), _plain(value)), Text(about_of[key], "dim"))
+                rows.add_row(_flag(flag_of(key), plain_value(key, value)), Text(about_of[key], "dim"))
         parts += [Text(f"\n{heading}", "bold"), rows]
     return Group(*parts)
 

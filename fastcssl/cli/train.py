@@ -17,8 +17,9 @@ from rich.table import Table
 from dataprep.suggest import nearest
 from fastcssl.cli.exit_codes import ExitCode, after_signal, ended, explained, together
 from fastcssl.cli.flag_names import check_flags
-from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, usage, values
+from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, plain_value, usage, values
 from fastcssl.config.recipes import RECIPES, Recipe, Settings, flat, recipe
+from fastcssl.config.recipes.own_data import name_of
 from fastcssl.errors import UserError
 from fastcssl.runs.display import PROBE_NAMES
 
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from fastcssl.train.session import Outcome
 
 _LISTED = ("moco", "pnr")  # what --list shows for a recipe without method and strategy
+_EPOCHS = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="N",
+    instance_from_str=lambda words: epochs_of(words[0]),
+    is_instance=lambda value: isinstance(value, int | tuple),
+    str_from_instance=lambda value: [plain_value("epochs", value)],
+)
 _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
@@ -66,9 +74,9 @@ def _run(args: list[str], console: Console) -> int:
             return ExitCode.OK
         raise UserError(_missing(words))
     check_flags(words, args)
-    found = recipe(*words, settings=settings)
+    found = recipe(*words, settings=settings, data=_data(args))
     if wants_help:
-        console.print(flags(words, found, _default_out(words, found.config.seed)))
+        console.print(flags(words, found, _default_out(words, found.config.seed, _data(args))))
         return ExitCode.OK
     options, changed = parsed(words, found, args, speaks=not console.quiet)
     if wants_list:
@@ -93,6 +101,15 @@ def _settings(args: list[str]) -> tuple[Settings, list[str]]:
             raise UserError(f"--settings {problem}. {nearest(word, get_args(Settings))}")
         settings = word  # type: ignore[assignment]
     return settings, rest
+
+
+def _data(args: Sequence[str]) -> Path | None:
+    """Returns the value of --data. It is read first, as the defaults of a recipe may follow the data."""
+    for place, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name == "--data" and (equals or place + 1 < len(args)):
+            return Path(value if equals else args[place + 1])
+    return None
 
 
 def _check_words(words: Sequence[str]) -> None:
@@ -130,6 +147,8 @@ def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool
     for field in dataclasses.fields(Config):
         value = getattr(found.config, field.name)
         kind: Any = type(value) if field.name in ("method", "strategy") else hints[field.name]
+        if field.name == "epochs":
+            kind = Annotated[kind, _EPOCHS]
         if field.name == "run":
             kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
         if field.name != "recipe":
@@ -148,6 +167,15 @@ def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool
         raise UserError(str(error)) from None
     options = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainOptions)}
     return TrainOptions(**options), found.changed_to(config)
+
+
+def epochs_of(text: str) -> int | tuple[int, ...]:
+    """Returns the value of --epochs: a number, or the numbers of a list that commas separate."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--epochs {text}: give a number, or one number for each task, such as --epochs 100,50,50.")
+    numbers = tuple(map(int, parts))
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _switched(args: Sequence[str], found: Recipe) -> Iterator[str]:
@@ -188,8 +216,11 @@ def _seeds(options: TrainOptions, args: Sequence[str]) -> tuple[int, ...]:
     return seeds
 
 
-def _default_out(words: Sequence[str], seed: int | None) -> Path:
-    return Path("runs", "-".join(words) + ("" if seed is None else f"-seed{seed}"))
+def _default_out(words: Sequence[str], seed: int | None, data: Path | None) -> Path:
+    recipe, *others = words
+    if RECIPES[recipe].follows_data:  # the same words may train on many data sets
+        recipe = f"{recipe}-{'DATA' if data is None else name_of(data)}"
+    return Path("runs", "-".join((recipe, *others)) + ("" if seed is None else f"-seed{seed}"))
 
 
 # ---- Actions ---------------------------------------------------------------------------------------------------------
@@ -215,13 +246,15 @@ def _with_options(
     words: Sequence[str], options: TrainOptions, found: Recipe, args: Sequence[str], console: Console
 ) -> int:
     seeds = _seeds(options, args)
-    out = options.out or _default_out(words, None if seeds else found.config.seed)
+    out = options.out or _default_out(words, None if seeds else found.config.seed, options.data)
     if options.data is None:
         data = RECIPES[words[0]]
         where = "" if data.source == "synthetic" else ":ROOT"
+        build = f"{data.source}{where} --scenario {data.scenario} --tasks {data.num_tasks}"
+        build = "folder:ROOT --scenario class --tasks 5" if data.follows_data else build
         raise UserError(
-            f"--data is missing. Give a folder written by fastcssl-prep; for this recipe: fastcssl-prep build "
-            f"{data.source}{where} --scenario {data.scenario} --tasks {data.num_tasks} --out DIR."
+            f"--data is missing. Give a folder written by fastcssl-prep; for this recipe: fastcssl-prep build {build} "
+            "--out DIR."
         )
     with explained():
         return _train(options, found, seeds, out, options.data, console)

@@ -111,7 +111,7 @@ class Config:
     """Everything that decides a run. A recipe fills it."""
 
     recipe: str
-    epochs: int  # epochs per task
+    epochs: int | tuple[int, ...]  # epochs per task, or a list with one number for each task, such as 100,50,50
     batch_size: int  # images per step, over all ranks and micro-batches
     method: MethodConfig
     strategy: StrategyConfig
@@ -132,9 +132,13 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        for key, least in (("epochs", 1), ("batch_size", 2), ("accumulate", 1), ("seed", 0)):
+        for key, least in (("batch_size", 2), ("accumulate", 1), ("seed", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key} is {getattr(self, key)}; give at least {least}.")
+        if not isinstance(self.epochs, int):
+            object.__setattr__(self, "epochs", tuple(self.epochs))  # a list, as read back from JSON, would not hash
+        if min(self.epochs_listed, default=0) < 1:
+            raise ValueError(f"epochs is {','.join(map(str, self.epochs_listed)) or 'empty'}; give at least 1.")
         if not 0 < self.probe_lr < math.inf:
             raise ValueError(f"probe_lr is {self.probe_lr}; it must be finite and above 0.")
         self._check_views()
@@ -153,6 +157,15 @@ class Config:
                     f"{part.name} takes exactly {part.num_views} views of an image, but the policy {name} has {count}. "
                     f"{remedy}"
                 )
+
+    @property
+    def epochs_listed(self) -> tuple[int, ...]:
+        """Returns the epochs as a list: a single number, or one number for each task of the data."""
+        return (self.epochs,) if isinstance(self.epochs, int) else self.epochs
+
+    def epochs_of(self, task: int) -> int:
+        """Returns the epochs of a task of the data, counted from 0."""
+        return self.epochs if isinstance(self.epochs, int) else self.epochs[task]
 
     @property
     def probe(self) -> ProbePlan:

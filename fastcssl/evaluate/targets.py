@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dataprep.manifest import sha256_of
+from fastcssl.config.recipes import RECIPES
+from fastcssl.config.recipes.own_data import name_of
 from fastcssl.data.policies import policy
 from fastcssl.data.views import Family, Policy, with_normalisation, with_size
 from fastcssl.errors import UserError
@@ -188,7 +190,8 @@ def _flags(config: dict[str, Any], sources: dict[str, str], settings: str) -> tu
         own = key in ("recipe", "only_task", "online_probe") or key.startswith(("strategy.", "run."))
         if source == "command line" and not own and value is not None:
             words = value if isinstance(value, list) else [value]
-            text = " ".join(("on" if word else "off") if isinstance(word, bool) else str(word) for word in words)
+            between = "," if key == "epochs" else " "
+            text = between.join(("on" if word else "off") if isinstance(word, bool) else str(word) for word in words)
             found.append(f"--{key.replace('_', '-')} {text}")
     return tuple(found)
 
@@ -349,4 +352,7 @@ def missing_commands(target: Target, tasks: Sequence[int], manifest: Path) -> li
 
 def out_of(target: Target, task: int) -> Path:
     """Returns the folder of a reference. Its name has no strategy, because all strategies share the references."""
-    return target.folder.parent / f"{target.recipe}-{target.method}-only{task}-seed{target.seed}"
+    recipe = target.recipe
+    if target.data is not None and recipe in RECIPES and RECIPES[recipe].follows_data:
+        recipe = f"{recipe}-{name_of(target.data)}"  # as in the names of runs: the recipe is for any data
+    return target.folder.parent / f"{recipe}-{target.method}-only{task}-seed{target.seed}"

@@ -140,9 +140,11 @@ def compared(runs: Sequence[RunRecord]) -> list[Comparison]:
 
 def _about(run: RunRecord) -> str:
     """Describes the data of a run, which may use a recipe's settings on other data."""
-    if run.recipe not in RECIPES:
+    if run.recipe_name not in RECIPES:
         return ""
-    data = RECIPES[run.recipe]
+    data = RECIPES[run.recipe_name]
+    if data.follows_data:
+        return f"{run.data}, {len(run.task_names)} tasks"
     expected = tuple(run.values.get(f"expect.{name}") for name in ("source", "scenario", "num_tasks"))
     return data.about if expected == (data.source, data.scenario, data.num_tasks) else "its settings, on other data"
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from fastcssl.config.recipes import RECIPES
+from fastcssl.config.recipes.own_data import name_of
 from fastcssl.errors import UserError
 from fastcssl.runs.bottleneck import Machine, Verdict, verdict
 from fastcssl.runs.layout import RunFolder
@@ -14,6 +16,8 @@ from fastcssl.runs.results import Evaluation, Probe, evaluations
 from fastcssl.runs.status import Status, read_status
 
 _KEYS = {"config": dict, "sources": dict, "words": list, "data": str, "task_names": list, "machine": dict}
+
+_ON = " on "  # between the names of a recipe and its data
 
 _METHODS = {
     "moco": "MoCo",
@@ -40,7 +44,7 @@ class RunRecord:
     """The content of a run's folder, as `read_run` returns it."""
 
     folder: Path
-    recipe: str
+    recipe: str  # its name; for a recipe that follows the data also the data's: "own on birds"
     method: str
     strategy: str
     values: dict[str, Any]  # settings by dotted key
@@ -54,6 +58,10 @@ class RunRecord:
     tasks: list[TaskReport]  # finished tasks
     probes: list[ProbeReport]
     evaluations: list[Evaluation]
+
+    @property
+    def recipe_name(self) -> str:
+        return self.recipe.partition(_ON)[0]
 
     @property
     def title(self) -> str:
@@ -127,7 +135,7 @@ def read_run(folder: Path | str) -> RunRecord:
         )
     return RunRecord(
         folder=folder,
-        recipe=words[0],
+        recipe=_recipe_title(words[0], described["data"]),
         method=words[1],
         strategy=words[2],
         values=dict(_flat(described["config"])),
@@ -142,6 +150,12 @@ def read_run(folder: Path | str) -> RunRecord:
         probes=probes,
         evaluations=sorted((found for _, found in evaluations(folder)), key=_place),
     )
+
+
+def _recipe_title(recipe: str, data: str) -> str:
+    """Returns the recipe's name, with the data's if the recipe is for any data."""
+    follows = recipe in RECIPES and RECIPES[recipe].follows_data
+    return f"{recipe}{_ON}{name_of(Path(data))}" if follows else recipe
 
 
 def _place(found: Evaluation) -> tuple[int, bool, str]:

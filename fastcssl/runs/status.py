@@ -110,7 +110,7 @@ def _state(status: Status, age: float) -> tuple[str, str]:
     if status.state == "failed":
         return "red", f"failed {duration(age)} ago"
     if status.state == "stopped":
-        return "yellow", f"stopped {duration(age)} ago; {_RESUME}"
+        return "yellow", f"stopped {duration(age)} ago" + ("" if status.message else f"; {_RESUME}")
     if status.is_alive is False:
         return "red", f"was killed; {_RESUME}"
     if age > _SILENT_SECONDS:

@@ -88,6 +88,13 @@ class Run:
         names = [self.data.manifest.tasks[number].name for number in self.tasks[index]]
         return names[0] if len(names) == 1 else f"all {len(names)} tasks"
 
+    def num_epochs(self, index: int) -> int:
+        return self.config.epochs_of(self.tasks[index][0])
+
+    def epochs_before(self, index: int) -> int:
+        """Returns the number of epochs of all tasks before this one."""
+        return sum(map(self.num_epochs, range(index)))
+
     def steps_per_epoch(self, index: int) -> int:
         return len(self.loader.open(Selection(tasks=self.tasks[index])))
 
@@ -230,6 +237,7 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
             f"{data.folder} --scenario {expect.scenario} --tasks {expect.num_tasks} --name {config.recipe}, then "
             f"train with --data {data.folder / f'{config.recipe}.json'}."
         )
+    _check_epochs(config, data)
     if config.batch_size % (world.size * config.accumulate):
         raise UserError(
             f"The batch size {config.batch_size} counts all processes and micro-batches, and cannot be shared equally "
@@ -247,4 +255,22 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
         raise UserError(
             f"The bank has {bank.size} rows, fewer than a batch of {config.batch_size}: keys would be lost before they "
             f"are used. Use --method.bank.size {config.batch_size} or more."
+        )
+
+
+def _check_epochs(config: Config, data: Prepared) -> None:
+    """Raises a UserError unless a list of epochs has one number for each task."""
+    count, given = len(data.manifest.tasks), config.epochs_listed
+    if isinstance(config.epochs, int):
+        return
+    text = f"--epochs {','.join(map(str, given))}"
+    strategy = strategies.strategy_of(config.strategy)
+    if strategy.union:
+        raise UserError(
+            f"{text}: {strategy.name} trains all tasks as one. Give a single number, such as --epochs {given[0]}."
+        )
+    if len(given) != count:
+        raise UserError(
+            f"{text} has {len(given)} number{'s' * (len(given) != 1)}, but {data.folder} is split into {count} "
+            f"task{'s' * (count != 1)}. Give one number for each task, or a single number for all of them."
         )

@@ -42,6 +42,7 @@ class TaskForecast:
 
     name: str
     num_images: int
+    num_epochs: int
     steps_per_epoch: int
     num_steps: int
 
@@ -145,7 +146,11 @@ def _task(run: Run, index: int, config: Config) -> TaskForecast:
     num_images = sum(run.data.manifest.tasks[number].train.count for number in run.tasks[index])
     steps = num_images // config.batch_size
     return TaskForecast(
-        name=run.task_name(index), num_images=num_images, steps_per_epoch=steps, num_steps=config.epochs * steps
+        name=run.task_name(index),
+        num_images=num_images,
+        num_epochs=run.num_epochs(index),
+        steps_per_epoch=steps,
+        num_steps=run.num_epochs(index) * steps,
     )
 
 
@@ -287,15 +292,17 @@ def shown(found: Forecast) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, collapse_padding=True)
     table.add_column("task", justify="right")
     table.add_column("name", overflow="fold")
-    for heading in ("images", "steps per epoch", "steps"):
+    for heading in ("images", "epochs", "steps per epoch", "steps"):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, task in enumerate(found.tasks):
         table.add_row(
-            str(number), Text(task.name), f"{task.num_images:,}", f"{task.steps_per_epoch:,}", f"{task.num_steps:,}"
+            str(number),
+            Text(task.name),
+            *(f"{count:,}" for count in (task.num_images, task.num_epochs, task.steps_per_epoch, task.num_steps)),
         )
     if len(found.tasks) > 1:
         table.add_section()
-        table.add_row("", "all", f"{sum(task.num_images for task in found.tasks):,}", "", f"{found.num_steps:,}")
+        table.add_row("", "all", f"{sum(task.num_images for task in found.tasks):,}", "", "", f"{found.num_steps:,}")
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
@@ -312,7 +319,7 @@ def _facts(found: Forecast) -> list[tuple[str, str, str]]:
     memory, disk = sum(found.memory.values()), sum(found.disk.values())
     place = "the GPU" if found.device.type == "cuda" else "the free memory"
     return [
-        ("batch", f"{config.batch_size}{batch} images, {len(config.views.views())} views each", ""),
+        ("batch", f"{config.batch_size}{batch} images, {_views(found)}", ""),
         ("optimiser", f"{found.optimizer}, {_schedule(found)}", ""),
         ("network", f"{config.encoder.name}, {found.num_parameters / 1e6:.1f} million trained parameters", ""),
         (
@@ -331,6 +338,14 @@ def _facts(found: Forecast) -> list[tuple[str, str, str]]:
     ]
 
 
+def _views(found: Forecast) -> str:
+    """Returns the number of views of an image, and their sizes."""
+    sizes = [view.size_px for view in found.config.views.views()]
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} views of {sizes[0]} px each"
+    return f"{len(sizes)} views each: {', '.join(f'{sizes.count(px)} of {px} px' for px in dict.fromkeys(sizes))}"
+
+
 def _schedule(found: Forecast) -> str:
     optim = found.config.optim
     peak = f"learning rate {found.lr_peak:g}"
@@ -338,11 +353,13 @@ def _schedule(found: Forecast) -> str:
         peak += f" ({optim.lr:g} x {found.config.batch_size} / 256)"
     if optim.schedule == "constant":
         return f"{peak}, constant"
-    rest = f"a cosine to {min(optim.min_lr, found.lr_peak):g} over {found.config.epochs} epochs"
+    listed = dict.fromkeys(task.num_epochs for task in found.tasks)
+    epochs = ", ".join(map(str, listed))
+    rest = f"a cosine to {min(optim.min_lr, found.lr_peak):g} over {epochs} epochs"
     if optim.schedule == "warmup-cosine" and optim.warmup_epochs:
-        if found.config.epochs <= optim.warmup_epochs:
+        if min(listed) <= optim.warmup_epochs:
             return (
-                f"{peak}; the warm-up of {optim.warmup_epochs} epochs does not end within {found.config.epochs}: "
+                f"{peak}; the warm-up of {optim.warmup_epochs} epochs does not end within {min(listed)}: "
                 "set --optim.warmup-epochs"
             )
         rest = f"from {min(optim.warmup_start_lr, found.lr_peak):g} in {optim.warmup_epochs} epochs, then {rest}"

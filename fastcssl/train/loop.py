@@ -43,6 +43,7 @@ def train(
 
     start_from: "RUN@k", to start with the state of another run after its task k.
     """
+    recipe = recipe.completed(data)
     with ExitStack() as stack:
         run = Run(recipe.config, data, world or World(), device or torch.device("cpu"))
         stack.callback(run.loader.close)
@@ -56,11 +57,13 @@ def train(
 def _train(run: Run, session: Session, profile: Profile) -> Outcome:
     config, at = run.config, session.start.position
     restore(run, session.start)
-    step = at.step
+    step, last = at.step, config.run.stop_after_task
+    if last is not None and last < at.task + at.ended < len(run.tasks):
+        return session.stopped_after(last, step, trained=False)
     for index in range(at.task + at.ended, len(run.tasks)):
         task = _begin_task(run, session, index, step)
         meter = task.meter
-        for epoch in range(task.start.epoch, config.epochs):
+        for epoch in range(task.start.epoch, meter.num_epochs):
             meter.begin_epoch(epoch, task.first_batch(epoch))
             for batch in _batches(run, task, epoch):
                 terms = train_step(run, task, batch)
@@ -76,7 +79,7 @@ def _train(run: Run, session: Session, profile: Profile) -> Outcome:
             meter.follow()
             _tell_replaced(run, session, task)
             session.reporter.epoch(meter.epoch_report())
-            if config.probe.due(epoch, config.epochs):
+            if config.probe.due(epoch, meter.num_epochs):
                 with meter.paused("probe"):
                     session.probe(meter.step, index)
         step = meter.step
@@ -84,8 +87,8 @@ def _train(run: Run, session: Session, profile: Profile) -> Outcome:
             run.strategy.end_task(run.task(index), run.method)
         report = meter.task_report(session.accuracy(index))
         session.end_task(report, run.state(meter.position(ended=True)) | task.state())
-        if index == config.run.stop_after_task and index < len(run.tasks) - 1:
-            return session.stopped(step)
+        if index == last and index < len(run.tasks) - 1:
+            return session.stopped_after(index, step, trained=True)
     return session.finished(step)
 
 
@@ -106,7 +109,7 @@ def train_step(run: Run, task: TaskState, batch: Batch) -> dict[str, Tensor]:
     run.strategy.after_step(run.method)
     if task.parity and task.labelled is not None:
         with meter.probing():
-            task.parity.step(run.encoder, next(task.labelled), epoch=meter.epoch_of_task, num_epochs=run.config.epochs)
+            task.parity.step(run.encoder, next(task.labelled), epoch=meter.epoch_of_task, num_epochs=meter.num_epochs)
     meter.end_step(terms)
     return terms
 
@@ -147,7 +150,7 @@ def _begin_task(run: Run, session: Session, index: int, step: int) -> TaskState:
 
 def _batches(run: Run, task: TaskState, epoch: int) -> Iterator[Batch]:
     """Returns the batches of an epoch. For the random draws, epochs are counted over all tasks."""
-    number = task.index * run.config.epochs + epoch
+    number = run.epochs_before(task.index) + epoch
     task.labelled = task.parity.batches(number) if task.parity else None
     return task.stream.epoch(number)
 

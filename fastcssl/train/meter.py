@@ -25,7 +25,8 @@ class Meter:
         self._config = run.config
         self._peak = lr_peak(run.config.optim, run.config.batch_size)
         self.epoch, self.batch, self.step = start.epoch, start.batch, start.step
-        self.num_steps = run.config.epochs * len(stream)  # of the task
+        self.num_epochs = run.num_epochs(index)
+        self.num_steps = self.num_epochs * len(stream)  # of the task
         self.rates, self.stages = Rates(), StageTimes()
         self._idle = DeviceIdle(run.device)
         self._sums: dict[str, Tensor] = {}  # sum of each term over the steps of this epoch
@@ -46,7 +47,7 @@ class Meter:
 
     @property
     def lr(self) -> float:
-        return lr_at(self._config.optim, self._peak, self.epoch_of_task, self._config.epochs)
+        return lr_at(self._config.optim, self._peak, self.epoch_of_task, self.num_epochs)
 
     @property
     def epoch_is_over(self) -> bool:
@@ -54,7 +55,7 @@ class Meter:
 
     def position(self, *, ended: bool = False) -> Position:
         if ended:
-            return Position(task=self._index, epoch=self._config.epochs, step=self.step, ended=True)
+            return Position(task=self._index, epoch=self.num_epochs, step=self.step, ended=True)
         return Position(task=self._index, epoch=self.epoch, batch=self.batch, step=self.step)
 
     # ---- Clocks ------------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class Meter:
     def step_report(self) -> StepReport:
         """Returns the report of the last step. Every rank must call it, because the terms are means over ranks."""
         mean = self._means(self._terms)
-        lr = lr_at(self._config.optim, self._peak, (self.task_step - 1) / len(self._stream), self._config.epochs)
+        lr = lr_at(self._config.optim, self._peak, (self.task_step - 1) / len(self._stream), self.num_epochs)
         return StepReport(
             step=self.step,
             task=self._index,
@@ -137,7 +138,7 @@ class Meter:
             step=self.step,
             task=self._index,
             epoch=self.epoch,
-            lr=lr_at(self._config.optim, self._peak, self.epoch, self._config.epochs),
+            lr=lr_at(self._config.optim, self._peak, self.epoch, self.num_epochs),
             loss=sum(mean.values()),
             terms=mean,
             images_per_s=self.rates.mean_images_per_s,
@@ -153,7 +154,7 @@ class Meter:
             task=self._index,
             name=self._run.task_name(self._index),
             num_images=self._stream.num_samples,
-            num_epochs=self._config.epochs,
+            num_epochs=self.num_epochs,
             loss=sum(self._epoch_means().values()),
             images_per_s=self.rates.mean_images_per_s,
             data_wait_share=self.rates.mean_wait_share,

@@ -31,7 +31,8 @@ class Reporter:
         """`start`: the position of the checkpoint that the run resumes from, or None for a new run."""
         config = run.config
         self._run, self._folder, self._leads = run, folder, run.world.rank == 0
-        self._steps = [config.epochs * run.steps_per_epoch(index) for index in range(len(run.tasks))]
+        self._epochs = [run.num_epochs(index) for index in range(len(run.tasks))]
+        self._steps = [epochs * run.steps_per_epoch(index) for index, epochs in enumerate(self._epochs)]
         self._header = _header(run, data)
         self._position, self._resumes = start or Position(), start is not None
         self._at: StepReport | None = None
@@ -39,8 +40,8 @@ class Reporter:
         self._stack = ExitStack()
         self.log = self._open_log(config.run.wandb)
         plans = [
-            TaskPlan(name=run.task_name(i), num_epochs=config.epochs, steps_per_epoch=steps // config.epochs)
-            for i, steps in enumerate(self._steps)
+            TaskPlan(name=run.task_name(i), num_epochs=epochs, steps_per_epoch=steps // epochs)
+            for i, (epochs, steps) in enumerate(zip(self._epochs, self._steps, strict=True))
         ]
         self._display = Display(self._header, plans, step=self._position.step, console=console, quiet=not self._leads)
 
@@ -133,13 +134,14 @@ class Reporter:
             return
         self._last_status = time.monotonic()
         at, start = self._at, self._position
+        task = at.task if at else min(start.task, len(self._steps) - 1)
         status = Status(
             state=state,
             title=str(self._header),
-            task=at.task if at else min(start.task, len(self._steps) - 1),
+            task=task,
             num_tasks=len(self._steps),
-            epoch=at.epoch if at else start.epoch,
-            num_epochs=self._run.config.epochs,
+            epoch=at.epoch if at else min(start.epoch, self._epochs[task] - 1),
+            num_epochs=self._epochs[task],
             step=at.step if at else start.step,
             num_steps=sum(self._steps),
             seconds_left=self._display.seconds_left,

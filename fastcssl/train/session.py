@@ -202,6 +202,18 @@ class Session:
         self.reporter.note(f"Stopped at step {step:,}; run the same command to resume.")
         return Outcome(folder=self.folder.root, status="stopped", signal=signal, tasks=tuple(self._tasks))
 
+    def stopped_after(self, task: int, step: int, *, trained: bool) -> Outcome:
+        """Ends a run whose tasks up to `task`, the last one that was asked for, are done.
+
+        trained: whether they are done only now; otherwise there was nothing to train.
+        """
+        flag = f"--stop-after-task {task}"
+        remedy = f"to continue, leave out {flag} or name a later task."
+        self.reporter.write_status("stopped", message=f"Task {task} is done, and {flag} was given: {remedy}")
+        done = f"Stopped at step {step:,}, after task {task}" if trained else f"Nothing to train: task {task} is done"
+        self.reporter.note(f"{done}; {remedy}")
+        return Outcome(folder=self.folder.root, status="stopped", tasks=tuple(self._tasks))
+
     def finished(self, step: int) -> Outcome:
         self.reporter.finish(step, self._tasks)
         return Outcome(folder=self.folder.root, status="finished", tasks=tuple(self._tasks))

@@ -388,7 +388,7 @@ def test_dry_run_says_what_it_takes_and_trains_nothing(
     status, out, err = run(*DEMO, "--data", data, "--dry-run", "--epochs", "7", *small)
     assert (status, err, trained) == (0, "", [])
     # 80 images a task: 20 steps an epoch, 140 a task.
-    assert "classes 1-10 80 20 140" in " ".join(out.split())
+    assert "classes 1-10 80 7 20 140" in " ".join(out.split())
     assert not (tmp_path / "runs").exists()
     status, _, err = run(*DEMO, "--data", data, "--dry-run", "--accumulate", "3", *small)
     assert status == 2 and "Use a multiple of 3" in err and len(err.splitlines()) == 1

@@ -4,13 +4,15 @@ import dataclasses
 import itertools
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from fastcssl.cli.train import parsed
 from fastcssl.config import recipes
 from fastcssl.config.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, flat, recipe
+from fastcssl.config.recipes.own_data import FROM_DATA
+from fastcssl.data.views import Family
 from fastcssl.errors import UserError
 from fastcssl.learn import methods, strategies
 
@@ -187,9 +189,10 @@ def test_every_combination_builds_and_every_value_has_a_source(name: str, settin
         assert type(made.config.strategy) is strategies.find(strategy).Config
         assert set(values) == set(made.sources)
         assert made.sources["recipe"] == COMMAND_LINE
-        assert set(made.sources.values()) - {COMMAND_LINE} <= SOURCES
+        assert {source.partition(":")[0] for source in made.sources.values()} - {COMMAND_LINE, FROM_DATA} <= SOURCES
         strategies.find(strategy).check(made.config.strategy, methods.find(method))
-        assert made.config.views.views()[0].size_px == (224 if name.startswith(("imagenet", "domainnet")) else 32)
+        size_px = {"own-small": 96, "demo": 32}.get(name, 32 if name.startswith("cifar") else 224)
+        assert made.config.views.views()[0].size_px == size_px
         if name in NAMES and method in METHODS and strategy in STRATEGIES:
             wanted = expected(name, method, strategy, settings)
             assert {key: values[key] for key in wanted} == wanted, (method, strategy)
@@ -199,7 +202,7 @@ def test_every_combination_builds_and_every_value_has_a_source(name: str, settin
 
 
 def test_the_paper_has_these_experiments() -> None:
-    assert set(RECIPES) == {*NAMES, "demo"}
+    assert set(RECIPES) == {*NAMES, "demo", "own", "own-small"}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -284,10 +287,14 @@ def test_every_row_is_used_somewhere() -> None:
     used: set[int] = set()
     for name, method, strategy, settings in itertools.product(RECIPES, METHODS, STRATEGIES, SETTINGS):
         data = RECIPES[name]
-        where = {"recipe": name, "data": data.source, "scenario": data.scenario, "family": data.family}
-        where |= {"method": method, "strategy": strategy, "settings": settings}
-        where["authors"] = recipes.authors_of(strategy, settings)  # type: ignore[arg-type]
-        used |= {number for number, row in tables.items() if row.holds(where)}
+        kinds = [(data.scenario, data.family)]
+        if data.follows_data:
+            kinds = list(itertools.product(("class", "data", "domain"), get_args(Family)))
+        for scenario, family in kinds:
+            where = {"recipe": name, "data": data.source, "scenario": scenario, "family": family}
+            where |= {"method": method, "strategy": strategy, "settings": settings}
+            where["authors"] = recipes.authors_of(strategy, settings)  # type: ignore[arg-type]
+            used |= {number for number, row in tables.items() if row.holds(where)}
     assert [tables[number] for number in set(tables) - used] == []
 
 

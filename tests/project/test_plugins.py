@@ -15,7 +15,10 @@ import pytest
 import torch
 from lab import Lab
 from small_runs import lines, prepared, run, tiny
+from standins import listed_photos
 
+import dataprep.cli
+from dataprep import build_data
 from fastcssl.cli import train as command
 from fastcssl.config.recipes import OURS, flat, recipe
 from fastcssl.data import backends as loaders
@@ -60,7 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_examples_are_ten_lines() -> None:
-    assert [name for name, _ in SOURCES] == ["hard", "near", "crops"]
+    assert [name for name, _ in SOURCES] == ["hard", "near", "crops", "listed"]
     for name, source in SOURCES:
         _, _, code = source.partition('"""\n')  # the first line is for --list
         counted = [line for line in code.splitlines() if line and not line.startswith(("from ", "import ", "@"))]
@@ -173,6 +176,49 @@ def test_one_that_cannot_be_imported_is_a_sentence(package: Path, capsys: pytest
     said = capsys.readouterr().err
     assert "The method 'hard' (my_methods.hard:Hard) cannot be loaded: No module named" in said.replace("\n", " ")
     assert command.main(["demo", "moco", "pnr", "--list"]) == 0  # others are not its concern
+
+
+# ---- A source --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A CSV file that names images, as the document's source reads it."""
+    return listed_photos(tmp_path / "photos.csv")
+
+
+@pytest.mark.usefixtures("package")
+def test_a_source_of_another_package_is_built(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--scenario", "class", "--tasks", "2", "--workers", "1"]
+    assert dataprep.cli.main(["build", f"listed:{photos}", *words, "--out", str(tmp_path / "out")]) == 0
+    manifest = dataprep.load_manifest(tmp_path / "out")
+    assert manifest.source.kind == "listed" and manifest.classes == ["ant", "bee", "cat", "dog"]
+    assert (manifest.source.num_train, manifest.source.num_val) == (32, 8)
+    assert not dataprep.verify_data(tmp_path / "out").problems
+    again = ["build", f"listed:{photos}", *words, "--out", str(tmp_path / "out")]
+    assert dataprep.cli.main(again) == 0 and "already complete" in capsys.readouterr().out
+    assert dataprep.cli.main(["build", f"lsited:{photos}", *words, "--out", str(tmp_path / "no")]) == 2
+    assert "Did you mean 'listed'?" in capsys.readouterr().err
+    refused = ["build", f"listed:{photos}", *words, "--domains", "day", "--out", str(tmp_path / "no")]
+    assert dataprep.cli.main(refused) == 2
+    assert "--domains does not apply to the source 'listed'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import a_package_that_is_not_there", "The source 'listed' (my_methods.listed:open_source) cannot be loaded"),
+        ("def open_source(request):\n    return [request]", "The source 'listed' returned list, not a"),
+    ],
+)
+def test_a_faulty_source_is_a_sentence(
+    package: Path, code: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (package / "my_methods" / "listed.py").write_text(code + "\n")
+    words = ["build", "listed:x", "--scenario", "joint", "--out", str(tmp_path / "out")]
+    assert dataprep.cli.main(words) == 2 and says in capsys.readouterr().err
+    # Others do not depend on it, and a name of our own stays ours.
+    build_data("synthetic:train=4,val=4", tmp_path / "own", scenario="joint", num_workers=1)
 
 
 # ---- The README's ----------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_a_measured_forecast_shows_everything(data: Path, monkeypatch: pytest.Mo
     made = forecasting.forecast(demo(epochs=7), data, 1, CPU)
     text = text_of(made)
     # 80 images a task: 5 steps an epoch, 35 a task.
-    assert "classes 1-10 80 5 35" in text and "all 240 105" in text
+    assert "classes 1-10 80 7 5 35" in text and "all 240 105" in text
     assert "learning rate 0.0375 (0.6 x 16 / 256), from 0.003 in 2 epochs, then a cosine to 0 over 7 epochs" in text
     for word in ("memory about", "disk about", "activations", "loader resident", "images/s", "without loading", "time"):
         assert word in text

@@ -1,6 +1,7 @@
 """Killed anywhere, a run goes on from its last checkpoint, and its losses are those of a run that nobody killed."""
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from small_runs import killed, lines, losses, prepared, run, tiny
 
 from fastcssl.errors import UserError
 from fastcssl.runs.checkpoint import CheckpointError, latest, load
+from fastcssl.runs.status import summary
 
 # Where the process kills itself.
 PLACES = {
@@ -104,6 +107,18 @@ def test_a_finished_run_is_finished(data: Path, whole: Path) -> None:
 def test_stopping_after_a_task_and_going_on(tmp_path: Path, data: Path, whole: Path) -> None:
     outcome = run(tiny(run={"stop_after_task": 0}), data, tmp_path / "run")
     assert (outcome.status, outcome.signal, len(outcome.tasks)) == ("stopped", 0, 1)
+    before = losses(tmp_path / "run")
+    for _ in range(2):
+        text = io.StringIO()
+        console = Console(file=text, width=200)
+        outcome = run(tiny(run={"stop_after_task": 0}), data, tmp_path / "run", console=console)
+        assert (outcome.status, outcome.signal, len(outcome.tasks)) == ("stopped", 0, 1)
+        assert "Nothing to train: task 0 is done; to continue, leave out --stop-after-task 0" in text.getvalue()
+        assert losses(tmp_path / "run") == before
+    console = Console(file=io.StringIO(), width=200)
+    console.print(summary(tmp_path / "run"))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "run the same command" not in said and "leave out --stop-after-task 0" in said
     assert run(tiny(), data, tmp_path / "run").status == "finished"
     assert losses(tmp_path / "run") == losses(whole)
 

@@ -14,11 +14,13 @@ built.
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataprep.suggest import nearest
 from fastcssl.config.recipes.experiments import ABLATIONS, RECIPES, Data
 from fastcssl.config.recipes.ours import OWN
+from fastcssl.config.recipes.own_data import DataFacts, facts_of, followed
 from fastcssl.config.recipes.paper import PAPER
 from fastcssl.config.recipes.rows import COMMAND_LINE, OURS, SCRIPT, Authors, Row, RowTable, Settings
 from fastcssl.config.recipes.scripts import CASSLE, PNR
@@ -56,6 +58,7 @@ class Recipe:
     config: "Config"
     sources: Mapping[str, str]  # by dotted key, one for each value of the configuration
     settings: Settings = "matched"
+    awaits_data: bool = False  # values follow the data, which is not known yet; see `completed`
 
     def changed(self, values: Mapping[str, Any]) -> "Recipe":
         """Returns the recipe with other values, by dotted key as in the flags: {"epochs": 1, "optim.lr": 0.3}."""
@@ -65,7 +68,11 @@ class Recipe:
             if key not in known:
                 raise UserError(f"There is no setting {key!r}. {nearest(key, known)}")
             _put(tree, key, value)
-        return self.changed_to(_filled(self.config, tree))
+        found = self.changed_to(_filled(self.config, tree))
+        if not self.awaits_data:
+            return found
+        # A value that was asked for stays, even if it equals the one that stands in for the data's.
+        return dataclasses.replace(found, sources={**found.sources, **dict.fromkeys(values, COMMAND_LINE)})
 
     def changed_to(self, config: "Config") -> "Recipe":
         """Returns the recipe with another configuration; values that differ count as given on the command line."""
@@ -76,12 +83,26 @@ class Recipe:
         }
         return dataclasses.replace(self, config=config, sources=sources)
 
+    def completed(self, data: Path) -> "Recipe":
+        """Returns the recipe with the values that follow the data; values that were changed stay."""
+        if not self.awaits_data:
+            return self
+        from fastcssl.learn import methods, strategies
 
-def recipe(name: str, method: str, strategy: str, *, settings: Settings = "matched") -> Recipe:
+        config = self.config
+        words = config.recipe, methods.method_of(config.method).name, strategies.strategy_of(config.strategy).name
+        kept = {key: value for key, value in flat(config) if self.sources[key] == COMMAND_LINE and key != "recipe"}
+        return recipe(*words, settings=self.settings, data=data).changed(kept)
+
+
+def recipe(
+    name: str, method: str, strategy: str, *, settings: Settings = "matched", data: Path | str | None = None
+) -> Recipe:
     """Returns the recipe for three words.
 
     `settings`: "matched" uses the same values for all strategies of a method, "published" those of each strategy's
-    authors.
+    authors. `data`: a prepared folder, for recipes that follow the data (`own`); without it they have the values of
+    photos until training starts. Other recipes do not depend on it.
     """
     from fastcssl.config.config import Config, ExpectConfig, ViewsConfig
     from fastcssl.learn import methods, strategies  # imported here because a list of recipes does not need torch
@@ -90,7 +111,9 @@ def recipe(name: str, method: str, strategy: str, *, settings: Settings = "match
 
     if name not in RECIPES:
         raise UserError(f"There is no recipe {name!r}. {nearest(name, RECIPES)}")
-    values = settled(name, method, strategy, settings)
+    follows = RECIPES[name].follows_data
+    facts = facts_of(Path(data)) if follows and data is not None else DataFacts()
+    values = settled(name, method, strategy, settings, facts)
     tree: dict[str, Any] = {}
     for key, (value, _) in values.items():
         _put(tree, key, value)
@@ -104,12 +127,16 @@ def recipe(name: str, method: str, strategy: str, *, settings: Settings = "match
     }
     config = Config(**{**tree, **{key: _filled(part, tree.get(key, {})) for key, part in parts.items()}})
     sources = {key: values[key][1] if key in values else OURS for key, _ in flat(config)}
-    return Recipe(config=config, sources=sources, settings=settings)
+    return Recipe(config=config, sources=sources, settings=settings, awaits_data=follows and data is None)
 
 
-def settled(name: str, method: str, strategy: str, settings: Settings) -> dict[str, tuple[Any, str]]:
+def settled(
+    name: str, method: str, strategy: str, settings: Settings, facts: DataFacts | None = None
+) -> dict[str, tuple[Any, str]]:
     """Returns, by dotted key, each value that a table has, with its source. Does not need torch."""
-    data = RECIPES[name]
+    data, facts = RECIPES[name], facts or DataFacts()
+    if data.follows_data:
+        data = dataclasses.replace(data, family=facts.family, scenario=facts.scenario)
     authors = authors_of(strategy, settings)
     where = {
         "recipe": name,
@@ -124,10 +151,12 @@ def settled(name: str, method: str, strategy: str, settings: Settings) -> dict[s
     known = {
         "recipe": (name, COMMAND_LINE),
         "expect.source": (data.source, OURS),
-        "expect.scenario": (data.scenario, OURS),
+        "expect.scenario": (RECIPES[name].scenario, OURS),
         "expect.num_tasks": (data.num_tasks, OURS),
     }
     values = {"views.policy": _views(method, authors, data.family)}
+    if data.follows_data:
+        values |= followed(name, facts, method)
     tables = _authority(settings, authors)
     for row in _rows(tables, where):
         # A row that names the recipe describes it. Any other row describes the data that this data borrows from.

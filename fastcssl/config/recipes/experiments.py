@@ -15,6 +15,7 @@ class Data:
     num_tasks: int
     family: Family  # decides the stem, the size and the views
     like: str = ""  # the data whose numbers it borrows where it has none of its own
+    follows_data: bool = False  # family and sizes are those of the data that a run is given (own_data.py)
 
 
 def _split(source: str, title: str, family: Family, about: dict[str, str], like: str = "") -> dict[str, Data]:
@@ -45,6 +46,22 @@ RECIPES: dict[str, Data] = {
         scenario="class",
         num_tasks=3,
         family="cifar",
+    ),
+    "own": Data(
+        about="any prepared folder, ResNet-18: view size, stem, batch, epochs and optimiser follow the data",
+        source="any",
+        scenario="any",
+        num_tasks=0,
+        family="imagenet",
+        follows_data=True,
+    ),
+    "own-small": Data(
+        about="any prepared folder, a small ResNet-18 and short training: a first try, on CPUs too",
+        source="any",
+        scenario="any",
+        num_tasks=0,
+        family="imagenet",
+        follows_data=True,
     ),
     **_split("cifar100", "CIFAR-100", "cifar", _BY_CLASS | _BY_DATA),
     **_split("imagenet100", "ImageNet-100", "imagenet", _BY_CLASS | _BY_DATA),

@@ -39,6 +39,17 @@ OWN: RowTable = (
     row(OURS, {"method.ema_base": 0.996, "method.ema_final": 0.999}, recipe="demo", method="moco"),
     row(OURS, {"method.predictor_hidden": 256}, recipe="demo", method="byol"),
     *_weights("CIFAR-100", 1.0, 0.5, 23.0, recipe="demo"),
+    # Any data: the small network of the demo, and the weights of the paper's data that is split in the same way.
+    row(
+        OURS,
+        {"encoder.name": "resnet18-w16", "method.hidden": 256, "method.dim": 64},
+        recipe="own-small",
+    ),
+    row(OURS, {"method.predictor_hidden": 256}, recipe="own-small", method="byol"),
+    *_weights("DomainNet", 1.0, 1.0, 8.0, recipe="own own-small", scenario="domain"),
+    *_weights("ImageNet-100", 0.1, 0.1, 5.0, recipe="own own-small", scenario="data"),
+    *_weights("CIFAR-100", 1.0, 0.5, 23.0, recipe="own own-small", family="cifar"),
+    *_weights("ImageNet-100", 1.0, 1.0, 23.0, recipe="own own-small", family="imagenet"),
     # The paper splits only ImageNet-100 at random.
     *_weights("ImageNet-100", 0.1, 0.1, 5.0, data="cifar100", scenario="data"),
     # CaSSLe's paper has numbers for the other strategies, but neither definitions nor code, so they use our defaults.
