@@ -77,7 +77,8 @@ def test_facts_are_those_of_the_data(styles: Path, tmp_path: Path) -> None:
         ("own", 256, 224, "imagenet", "pnr-moco-imagenet"),
         ("own-small", 256, 96, "imagenet", "pnr-moco-imagenet"),
         ("own-small", 64, 64, "imagenet", "pnr-moco-cifar"),
-        ("own-small", 32, 32, "cifar", "pnr-moco-cifar"),
+        ("own-small", 32, 32, "imagenet", "pnr-moco-cifar"),
+        ("own-small", 24, 24, "cifar", "pnr-moco-cifar"),
     ],
 )
 def test_views_and_stem_follow_the_size(name: str, short_px: int, size_px: int, stem: str, policy: str) -> None:
