@@ -248,7 +248,7 @@ def test_matched_is_alike_for_every_strategy(method: str, strategy: str) -> None
         ("cifar100-class5 simclr cassle", "published", "optim.weight_decay", 1e-5, "CaSSLe script"),
         ("cifar100-class5 moco pnr", "matched", "probe_lr", 0.3, "PNR script"),
         ("cifar100-class5 byol pnr", "matched", "probe_lr", 0.1, "CaSSLe script"),
-        ("demo moco pnr", "matched", "encoder.name", "resnet18-w16", OURS),
+        ("demo moco pnr", "matched", "encoder.name", "conv4-w16", OURS),
     ],
 )
 def test_values_name_their_source(words: str, settings: str, key: str, value: object, source: str) -> None:
