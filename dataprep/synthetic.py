@@ -40,8 +40,6 @@ from dataprep.synthetic_styles import (
 )
 
 STYLES: tuple[str, ...] = tuple(RENDERERS)
-# The order of the domains of "forms": a learner forgets most of the first two in learning the others.
-FORMS_STYLES: tuple[str, ...] = ("neon", "sketch", "poster", "photo")
 # For each number of classes, how many textures and colours are used, each from the front of its list.
 FACTORS: dict[int, tuple[int, int]] = {20: (2, 2), 30: (3, 2), 60: (4, 3), 100: (5, 4)}
 # The same for "forms", where a class has no colour.

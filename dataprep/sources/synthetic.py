@@ -44,8 +44,7 @@ def open_source(request: SourceRequest) -> Source:
             f"'{unknown[0]}' is not a style of the embedded set. Choose from {', '.join(synthetic.STYLES)}."
         )
     mixed, forms = drawing.size == "mixed", drawing.set == "forms"
-    order = synthetic.FORMS_STYLES if forms else synthetic.STYLES
-    styles = tuple(name for name in order if name in (request.domains or order))
+    styles = tuple(name for name in synthetic.STYLES if name in (request.domains or synthetic.STYLES))
     rows = [
         (f"{'val' if is_val else 'train'}/{label:03d}/{index:05d}", label, index % len(styles), is_val)
         for is_val, count in ((False, drawing.train), (True, drawing.val))

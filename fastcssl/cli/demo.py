@@ -194,7 +194,7 @@ def shown(found: DemoFindings) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     chance = [found.chance] * len(found.tasks)
     _add(table, "chance", chance)
-    _add(table, "logistic regression on 8x8 thumbnails", found.thumbnails)
+    _add(table, "8x8 thumbnails", found.thumbnails)
     _add(table, "random encoder", found.random)
     _add(table, "MoCo + fine-tuning", found.finetune[-1], found.S["finetune"])
     _add(table, "MoCo + PNR", found.pnr[-1], found.S["pnr"])

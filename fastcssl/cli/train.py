@@ -218,7 +218,7 @@ def _with_options(
     out = options.out or _default_out(words, None if seeds else found.config.seed)
     if options.data is None:
         data = RECIPES[words[0]]
-        where = ":set=forms" if data.source == "synthetic" else ":ROOT"
+        where = {"demo": "", "demo-styles": ":set=forms"}.get(words[0], ":ROOT")
         raise UserError(
             f"--data is missing. Give a folder written by fastcssl-prep; for this recipe: fastcssl-prep build "
             f"{data.source}{where} --scenario {data.scenario} --tasks {data.num_tasks} --out DIR."

@@ -97,7 +97,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (("--data", "x", *DEMO), "begins with fastcssl-train RECIPE METHOD STRATEGY"),
         ((*DEMO, "--settings", "publishd"), "Did you mean 'published'?"),
         ((*DEMO, "--settings"), "--settings needs a name"),
-        (DEMO, "fastcssl-prep build synthetic:set=forms --scenario domain --tasks 4"),
+        (DEMO, "fastcssl-prep build synthetic --scenario class --tasks 3"),
+        (("demo-styles", *DEMO[1:]), "fastcssl-prep build synthetic:set=forms --scenario domain --tasks 4"),
         (("cifar100-class5", "moco", "pnr"), "fastcssl-prep build cifar100:ROOT --scenario class --tasks 5"),
     ],
 )
@@ -133,7 +134,7 @@ def test_help_with_the_words_shows_the_flags_with_their_values(args: tuple[str, 
     assert len(common.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 80
     for flag, *_ in COMMON:
         assert f"{flag} " in common
-    assert "--epochs 24 " in common and "runs/demo-moco-pnr-seed5" in common
+    assert "--epochs 12 " in common and "runs/demo-moco-pnr-seed5" in common
     rest = out.partition("All other flags")[2]
     for line in ("--method.bank.size 512", "--encoder.name resnet18-w16", "--strategy.pn1 on", "--log-every 10"):
         assert line in rest

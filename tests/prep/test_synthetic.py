@@ -55,7 +55,6 @@ def test_forms_have_shape_and_texture_but_any_colour() -> None:
         names = synthetic.class_names(num_classes, forms=True)
         assert names == sorted(set(names)) and len(names) == num_classes == 5 * num_textures
         assert all(len(name.split("-")) == 2 for name in names)
-    assert sorted(synthetic.FORMS_STYLES) == sorted(synthetic.STYLES)
     solid = synthetic.class_names(20, forms=True).index("square-solid")
     hues = [
         colorsys.rgb_to_hsv(*(image(label=solid, num_classes=20, style=2, index=k, forms=True)[16, 16] / 255))[0]

@@ -40,6 +40,13 @@ _BY_DATA = {"data5": "a fifth of the images", "data10": "a tenth of the images"}
 
 RECIPES: dict[str, Data] = {
     "demo": Data(
+        about="generated images, 3 tasks of 10 classes: takes minutes on two cores",
+        source="synthetic",
+        scenario="class",
+        num_tasks=3,
+        family="cifar",
+    ),
+    "demo-styles": Data(
         about="generated images, 4 tasks of one style: takes minutes on two cores",
         source="synthetic",
         scenario="domain",
