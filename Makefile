@@ -9,16 +9,10 @@ INPUTS := pyproject.toml setup.py constraints.txt $(shell find csrc -type f 2>/d
 
 .PHONY: demo lint check quick test integration format bench sweep wheel clean
 
-## make demo: prepare the embedded data set, draw samples of it, train MoCo + PNR on its three tasks, evaluate, report
+## make demo: show in about four minutes that MoCo learns, that PNR forgets less, that a killed run resumes, and how
+## fast images are loaded
 demo: $(VENV)/installed
-	@rm -rf demo
-	$(BIN)/fastcssl-prep build synthetic --scenario class --tasks 3 --out demo/data
-	$(BIN)/fastcssl-prep inspect demo/data --sheet demo/sheet.png
-	$(BIN)/fastcssl-prep inspect demo/data --views pnr-moco-cifar --sheet demo/views.png | tail -1
-	$(BIN)/fastcssl-train demo moco pnr --data demo/data --out demo/run
-	$(BIN)/fastcssl-eval demo/run --probe linear-cached knn
-	$(BIN)/fastcssl-report demo/run --out demo/report
-	@echo "Open demo/report/index.html. Sample images are in demo/sheet.png and demo/views.png."
+	$(BIN)/python -m fastcssl.cli.demo
 
 ## make test: lint, check types, and run the whole test suite with every back end
 # Two processes with one computing thread each, because torch is very slow with more threads than cores.

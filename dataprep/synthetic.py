@@ -1,11 +1,14 @@
 """Draws the embedded data set: pictures of textured, coloured shapes, from a seed and without a download.
 
-A class is a (shape, texture, colour) triple. All combinations of the three are classes, so two of them do not
-identify the class. Everything else is nuisance: position, scale, rotation, the phase, direction and period of
-the texture, hue jitter, lighting, clutter in every class colour, a mild occluder and sensor grain. The styles
-(photo, sketch, poster, neon) draw the same classes in visibly different ways and serve as domains.
+There are two sets. In "factors" a class is a (shape, texture, colour) triple. All combinations of the three are
+classes, so two of them do not identify the class. Everything else is nuisance: position, scale, rotation, the phase,
+direction and period of the texture, hue jitter, lighting, clutter in every class colour, a mild occluder and sensor
+grain. The styles (photo, sketch, poster, neon) draw the same classes in visibly different ways and serve as domains.
 
-An image depends only on (label, num_classes, style, seed, index). The size sets only the resolution: the random
+In "forms" a class is a (shape, texture) pair in any colour, drawn larger and with less clutter. Crops and changes of
+colour keep such a class, so a contrastive learner finds in minutes what the labels ask for.
+
+An image depends only on (label, num_classes, style, seed, index, forms). The size sets only the resolution: the random
 numbers do not depend on it, and every edge is a signed distance filtered to the pixel. Therefore a 256-px image
 averaged down to 64 px is close to the 64-px image. Other aspect ratios show the same scene in another frame.
 
@@ -39,12 +42,14 @@ from dataprep.synthetic_styles import (
 STYLES: tuple[str, ...] = tuple(RENDERERS)
 # For each number of classes, how many textures and colours are used, each from the front of its list.
 FACTORS: dict[int, tuple[int, int]] = {20: (2, 2), 30: (3, 2), 60: (4, 3), 100: (5, 4)}
+# The same for "forms", where a class has no colour.
+FORMS: dict[int, int] = {10: 2, 15: 3, 20: 4, 25: 5}
 SIZE_RANGE_PX = (32, 256)
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """The three attributes that define a class."""
+    """The attributes that define a class. In "forms" the colour is "", which means any."""
 
     shape: str
     texture: str
@@ -52,23 +57,24 @@ class Attributes:
 
     @property
     def name(self) -> str:
-        return f"{self.shape}-{self.texture}-{self.colour}"
+        return "-".join(filter(None, (self.shape, self.texture, self.colour)))
 
 
 @functools.cache
-def class_attributes(num_classes: int = 30) -> tuple[Attributes, ...]:
+def class_attributes(num_classes: int = 30, forms: bool = False) -> tuple[Attributes, ...]:
     """Returns the attributes of every class, in label order."""
-    if num_classes not in FACTORS:
-        raise ValueError(f"num_classes is {num_classes}; choose one of {sorted(FACTORS)}")
-    num_textures, num_colours = FACTORS[num_classes]
-    colours = list(HUES)[:num_colours]
+    known = FORMS if forms else FACTORS
+    if num_classes not in known:
+        raise ValueError(f"num_classes is {num_classes}; choose one of {sorted(known)}")
+    num_textures, num_colours = (FORMS[num_classes], 0) if forms else FACTORS[num_classes]
+    colours = list(HUES)[:num_colours] or [""]
     classes = [Attributes(s, t, c) for s in SHAPES for t in TEXTURES[:num_textures] for c in colours]
     return tuple(sorted(classes, key=lambda attributes: attributes.name))
 
 
-def class_names(num_classes: int = 30) -> list[str]:
+def class_names(num_classes: int = 30, forms: bool = False) -> list[str]:
     """Returns the sorted class names. A label is an index into this list."""
-    return [attributes.name for attributes in class_attributes(num_classes)]
+    return [attributes.name for attributes in class_attributes(num_classes, forms)]
 
 
 def _fragment(
@@ -85,19 +91,41 @@ def _fragment(
     )
 
 
+@dataclass(frozen=True)
+class _SceneRanges:
+    """The ranges from which a set draws its scenes."""
+
+    offset: float
+    radius: tuple[float, float]
+    period: tuple[float, float]
+    fragments: tuple[int, int]
+    reach: tuple[float, float]
+    fragment_radius: tuple[float, float]
+
+
+_IN_FACTORS = _SceneRanges(0.28, (0.46, 0.66), (0.27, 0.38), (3, 6), (0.6, 1.3), (0.1, 0.3))
+_IN_FORMS = _SceneRanges(0.12, (0.7, 0.85), (0.34, 0.46), (1, 3), (0.9, 1.3), (0.1, 0.2))
+
+
 def _scene(attributes: Attributes, rng: np.random.Generator) -> Scene:
-    x, y, radius = rng.uniform(-0.28, 0.28), rng.uniform(-0.28, 0.28), rng.uniform(0.46, 0.66)
-    clutter = [_fragment(rng, x=x, y=y, reach=(0.6, 1.3), size=(0.1, 0.3)) for _ in range(int(rng.integers(3, 6)))]
+    ranges = _IN_FACTORS if attributes.colour else _IN_FORMS
+    x, y = (rng.uniform(-ranges.offset, ranges.offset) for _ in range(2))
+    radius = rng.uniform(*ranges.radius)
+    clutter = [
+        _fragment(rng, x=x, y=y, reach=ranges.reach, size=ranges.fragment_radius)
+        for _ in range(int(rng.integers(*ranges.fragments)))
+    ]
+    hue = HUES[attributes.colour] + rng.uniform(-0.035, 0.035) if attributes.colour else rng.random()
     return Scene(
         shape=attributes.shape,
         texture=attributes.texture,
-        hue=(HUES[attributes.colour] + rng.uniform(-0.035, 0.035)) % 1.0,
+        hue=hue % 1.0,
         x=x,
         y=y,
         radius=radius,
         angle=rng.uniform(0, 2 * math.pi),
         texture_angle=rng.uniform(0, 2 * math.pi),
-        texture_period=rng.uniform(0.27, 0.38),
+        texture_period=rng.uniform(*ranges.period),
         texture_phase=(rng.random(), rng.random()),
         fragments=tuple(clutter),
         occluder=_fragment(rng, x=x, y=y, reach=(0.75 * radius, 1.1 * radius), size=(0.08, 0.17)),
@@ -111,10 +139,20 @@ def _scene(attributes: Attributes, rng: np.random.Generator) -> Scene:
 
 
 def draw(
-    *, label: int, num_classes: int, style: int, size_px: int | tuple[int, int], seed: int, index: int
+    *,
+    label: int,
+    num_classes: int,
+    style: int,
+    size_px: int | tuple[int, int],
+    seed: int,
+    index: int,
+    forms: bool = False,
 ) -> npt.NDArray[np.uint8]:
-    """Returns one image, uint8 [height, width, 3]. `size_px` is the side of a square or (height, width)."""
-    classes = class_attributes(num_classes)
+    """Returns one image, uint8 [height, width, 3]. `size_px` is the side of a square or (height, width).
+
+    forms: draw the classes of "forms" instead of those of "factors".
+    """
+    classes = class_attributes(num_classes, forms)
     if not 0 <= label < num_classes:
         raise ValueError(f"label is {label}; with num_classes={num_classes} use 0..{num_classes - 1}")
     if not 0 <= style < len(STYLES):

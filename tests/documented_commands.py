@@ -22,7 +22,7 @@ from standins import SMALL, StandIns, configured, has_flags, recipe_of, small
 from torch.distributed.run import get_args_parser
 
 import dataprep.cli
-from fastcssl.cli import doctor, report, train
+from fastcssl.cli import demo, doctor, report, train
 from fastcssl.cli import eval as evaluation
 from fastcssl.config.recipes import RECIPES
 from fastcssl.distributed.world import World
@@ -139,6 +139,10 @@ class Shell:
             (options.data / "shard").write_bytes(bytes(1 << 20))
         if self.first("doctor"):  # it imports every optional package: seconds
             assert doctor.main(words) in (0, 1)  # 1: it found something on this machine
+
+    def demo(self, words: list[str]) -> None:
+        """It takes minutes: tests/cli/test_demo.py runs it on a few images."""
+        tyro.cli(demo.DemoOptions, args=words)
 
     # ---- Several processes -------------------------------------------------------------------------------------------
 
@@ -265,6 +269,7 @@ RULES: dict[str, Callable[[Shell, list[str]], None]] = {
     "fastcssl-eval": lambda shell, words: shell.eval(words),
     "fastcssl-report": Shell.report,
     "fastcssl-doctor": Shell.doctor,
+    "fastcssl-demo": Shell.demo,
     "torchrun": Shell.torchrun,
     "srun": Shell.srun,
     "sbatch": Shell.sbatch,

@@ -1,6 +1,7 @@
 """Offers the embedded data set as a source: synthetic[:key=value,...]."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,20 @@ from dataprep.suggest import nearest
 KINDS = ("synthetic",)
 _JPEG_QUALITY = 92
 _MIXED_PX = (96, 256)
+# For each set, the usual number of classes and the possible ones.
+_CLASSES: dict[str, tuple[int, Collection[int]]] = {
+    "factors": (30, synthetic.FACTORS),
+    "forms": (20, synthetic.FORMS),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
     """The settings of the source. `size` is the side in pixels, or "mixed" for JPEGs of different sizes."""
 
+    set: str = "factors"  # or "forms"; see dataprep.synthetic
     size: str = "32"
-    classes: int = 30
+    classes: int = 0  # 0: 30 for factors, 20 for forms
     train: int = 160  # images per class, spread evenly over the styles
     val: int = 40
     seed: int = 0
@@ -36,8 +43,8 @@ def open_source(request: SourceRequest) -> Source:
         raise PrepError(
             f"'{unknown[0]}' is not a style of the embedded set. Choose from {', '.join(synthetic.STYLES)}."
         )
+    mixed, forms = drawing.size == "mixed", drawing.set == "forms"
     styles = tuple(name for name in synthetic.STYLES if name in (request.domains or synthetic.STYLES))
-    mixed = drawing.size == "mixed"
     rows = [
         (f"{'val' if is_val else 'train'}/{label:03d}/{index:05d}", label, index % len(styles), is_val)
         for is_val, count in ((False, drawing.train), (True, drawing.val))
@@ -60,11 +67,12 @@ def open_source(request: SourceRequest) -> Source:
             size_px=size_px,
             seed=drawing.seed,
             index=index,
+            forms=forms,
         )
 
     return Source(
         kind=request.kind,
-        classes=tuple(synthetic.class_names(drawing.classes)),
+        classes=tuple(synthetic.class_names(drawing.classes, forms)),
         domains=styles,
         samples=Samples.collect(rows),
         payload=payload,
@@ -89,13 +97,17 @@ def _parse(where: str) -> Drawing:
             raise PrepError(f"synthetic:{where}: {key} takes a number, not '{text}'.")
         values[key] = int(text) if known[key] is int else text
     drawing = Drawing(**values)  # type: ignore[arg-type]
+    if drawing.set not in _CLASSES:
+        raise PrepError(f"synthetic:{where}: set is '{drawing.set}'; use factors or forms.")
+    default, known_classes = _CLASSES[drawing.set]
+    drawing = drawing if drawing.classes else replace(drawing, classes=default)
     low, high = synthetic.SIZE_RANGE_PX
     if drawing.size != "mixed" and not (drawing.size.isdigit() and low <= int(drawing.size) <= high):
         raise PrepError(f"synthetic:{where}: size is '{drawing.size}'; use {low} to {high}, or mixed.")
     if drawing.format not in ("pixels", "jpeg"):
         raise PrepError(f"synthetic:{where}: format is '{drawing.format}'; use pixels or jpeg.")
-    if drawing.classes not in synthetic.FACTORS:
-        choices = ", ".join(map(str, sorted(synthetic.FACTORS)))
+    if drawing.classes not in known_classes:
+        choices = ", ".join(map(str, sorted(known_classes)))
         raise PrepError(f"synthetic:{where}: classes is {drawing.classes}; use one of {choices}.")
     if drawing.train < 1:
         raise PrepError(f"synthetic:{where}: train is {drawing.train}; draw at least one image per class.")

@@ -249,7 +249,7 @@ def _with_options(
     out = options.out or _default_out(words, None if seeds else found.config.seed, options.data)
     if options.data is None:
         data = RECIPES[words[0]]
-        where = "" if data.source == "synthetic" else ":ROOT"
+        where = {"demo": "", "demo-styles": ":set=forms"}.get(words[0], ":ROOT")
         build = f"{data.source}{where} --scenario {data.scenario} --tasks {data.num_tasks}"
         build = "folder:ROOT --scenario class --tasks 5" if data.follows_data else build
         raise UserError(

@@ -98,6 +98,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ((*DEMO, "--settings", "publishd"), "Did you mean 'published'?"),
         ((*DEMO, "--settings"), "--settings needs a name"),
         (DEMO, "fastcssl-prep build synthetic --scenario class --tasks 3"),
+        (("demo-styles", *DEMO[1:]), "fastcssl-prep build synthetic:set=forms --scenario domain --tasks 4"),
         (("cifar100-class5", "moco", "pnr"), "fastcssl-prep build cifar100:ROOT --scenario class --tasks 5"),
     ],
 )

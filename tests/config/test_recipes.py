@@ -202,7 +202,7 @@ def test_every_combination_builds_and_every_value_has_a_source(name: str, settin
 
 
 def test_the_paper_has_these_experiments() -> None:
-    assert set(RECIPES) == {*NAMES, "demo", "own", "own-small"}
+    assert set(RECIPES) == {*NAMES, "demo", "demo-styles", "own", "own-small"}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -252,6 +252,7 @@ def test_matched_is_alike_for_every_strategy(method: str, strategy: str) -> None
         ("cifar100-class5 moco pnr", "matched", "probe_lr", 0.3, "PNR script"),
         ("cifar100-class5 byol pnr", "matched", "probe_lr", 0.1, "CaSSLe script"),
         ("demo moco pnr", "matched", "encoder.name", "resnet18-w16", OURS),
+        ("demo-styles moco pnr", "matched", "encoder.name", "conv4-w16", OURS),
     ],
 )
 def test_values_name_their_source(words: str, settings: str, key: str, value: object, source: str) -> None:

@@ -57,6 +57,18 @@ def test_the_small_vit(name: str, size_px: int, width: int, patch: int) -> None:
     assert activation_bytes(vit, size_px, 2, torch.float32) > 2 * 3 * size_px**2 * 4
 
 
+@pytest.mark.parametrize(("name", "width"), [("conv4", 256), ("conv4-w16", 128)])
+def test_four_convolutions(name: str, width: int, tmp_path: Path) -> None:
+    conv = build_encoder(EncoderConfig(name=name), 0, 32)
+    assert conv.num_features == width and conv.size_px is None
+    assert [module.stride for module in conv.modules() if isinstance(module, nn.Conv2d)] == [(2, 2)] * 4
+    x_N3HW = torch.randn(4, 3, 32, 32)
+    assert conv(x_N3HW).shape == conv(torch.randn(4, 3, 48, 40))[:, :width].shape == (4, width)
+    save_encoder(tmp_path / "conv.safetensors", conv, EncoderConfig(name=name), {})
+    again = load_encoder(tmp_path / "conv.safetensors")
+    assert torch.equal(again(x_N3HW), conv.eval()(x_N3HW))
+
+
 def test_weights_follow_the_seed_alone() -> None:
     first, again, other = (build_encoder(VIT, seed, 16).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[key], again[key]) for key in first)

@@ -337,6 +337,8 @@ def test_folder_names_of_any_kind(tree: Tree) -> None:
         ("synthetic:sise=32", "Did you mean 'size'"),
         ("synthetic:size=16", "use 32 to 256"),
         ("synthetic:classes=7", "use one of"),
+        ("synthetic:set=form", "use factors or forms"),
+        ("synthetic:set=forms,classes=30", "use one of 10, 15, 20, 25"),
         ("synthetic:train=x", "takes a number"),
         ("synthetic:train=0", "at least one image"),
         ("synthetic:format=png", "use pixels or jpeg"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import colorsys
+import hashlib
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -25,8 +29,11 @@ def image(
     size_px: int | tuple[int, int] = 32,
     seed: int = 0,
     index: int = 0,
+    forms: bool = False,
 ) -> npt.NDArray[np.uint8]:
-    return synthetic.draw(label=label, num_classes=num_classes, style=style, size_px=size_px, seed=seed, index=index)
+    return synthetic.draw(
+        label=label, num_classes=num_classes, style=style, size_px=size_px, seed=seed, index=index, forms=forms
+    )
 
 
 @pytest.mark.parametrize("style", range(len(synthetic.STYLES)))
@@ -34,6 +41,28 @@ def test_same_arguments_same_bytes(style: int) -> None:
     first_HW3 = image(style=style, index=3)
     image(style=style, index=4)
     assert first_HW3.tobytes() == image(style=style, index=3).tobytes()
+
+
+def test_the_factorial_set_keeps_its_bytes() -> None:
+    digest = hashlib.sha256()
+    for style, num_classes, label in itertools.product(range(4), synthetic.FACTORS, (0, 5, 19)):
+        digest.update(image(label=label, num_classes=num_classes, style=style, seed=3, index=label).tobytes())
+    assert digest.hexdigest() == "c5dd8909fdcaa9ef3bdabf1e85204f52224969982699526a1b7816ea8c0badec"
+
+
+def test_forms_have_shape_and_texture_but_any_colour() -> None:
+    for num_classes, num_textures in synthetic.FORMS.items():
+        names = synthetic.class_names(num_classes, forms=True)
+        assert names == sorted(set(names)) and len(names) == num_classes == 5 * num_textures
+        assert all(len(name.split("-")) == 2 for name in names)
+    solid = synthetic.class_names(20, forms=True).index("square-solid")
+    hues = [
+        colorsys.rgb_to_hsv(*(image(label=solid, num_classes=20, style=2, index=k, forms=True)[16, 16] / 255))[0]
+        for k in range(60)
+    ]
+    assert np.histogram(hues, 6, (0, 1))[0].min() > 0
+    with pytest.raises(ValueError, match=r"num_classes is 30; choose one of \[10, 15, 20, 25\]"):
+        synthetic.class_names(30, forms=True)
 
 
 @pytest.mark.parametrize("change", [{"index": 1}, {"seed": 1}, {"style": 1}, {"label": 8}])

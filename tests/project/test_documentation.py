@@ -20,7 +20,7 @@ from test_plugins import package as package  # a fixture
 from torch.distributed.run import get_args_parser
 
 import dataprep.cli
-from fastcssl.cli import doctor, report, train
+from fastcssl.cli import demo, doctor, report, train
 from fastcssl.cli import eval as evaluation
 from fastcssl.cli.listing import flag_of
 from fastcssl.config.recipes import flat, recipe
@@ -119,7 +119,8 @@ def known_flags() -> set[str]:
     found = {"--help", "--list", "--settings", "--from"}
     for options in (dataprep.cli.Build, dataprep.cli.Resplit, dataprep.cli.Verify, dataprep.cli.Inspect):
         found |= {flag_of(field.name) for field in dataclasses.fields(options)}
-    for options in (train.TrainOptions, evaluation.EvalOptions, report.ReportOptions, doctor.DoctorOptions):
+    others = (evaluation.EvalOptions, report.ReportOptions, doctor.DoctorOptions, demo.DemoOptions)
+    for options in (train.TrainOptions, *others):
         found |= {flag_of(field.name) for field in dataclasses.fields(options)}
     for method in methods.names():
         for strategy in strategies.names():

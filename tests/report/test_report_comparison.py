@@ -99,7 +99,7 @@ def test_a_run_as_published_differs_in_no_setting() -> None:
 
 def test_published_numbers_are_about_recipes_that_exist_and_keep_their_order() -> None:
     assert {recipe for recipe, *_ in PUBLISHED} == set(RECIPES) - {
-        *("demo", "own", "own-small", "cifar100-data5", "cifar100-data10")
+        *("demo", "demo-styles", "own", "own-small", "cifar100-data5", "cifar100-data10")
     }
     moco = {
         strategy: published("imagenet100-class5", "moco", strategy, "all") for strategy in ("finetune", "cassle", "pnr")

@@ -47,6 +47,13 @@ RECIPES: dict[str, Data] = {
         num_tasks=3,
         family="cifar",
     ),
+    "demo-styles": Data(
+        about="generated images, 4 tasks of one style: takes minutes on two cores",
+        source="synthetic",
+        scenario="domain",
+        num_tasks=4,
+        family="cifar",
+    ),
     "own": Data(
         about="any prepared folder, ResNet-18: view size, stem, batch, epochs and optimiser follow the data",
         source="any",

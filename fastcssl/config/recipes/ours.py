@@ -12,8 +12,11 @@ def _weights(like: str, barlow: float, byol: float, vicreg: float, **where: str)
     )
 
 
+_DEMOS = "demo demo-styles"
+
 OWN: RowTable = (
     row(TEXT, {"encoder.name": "resnet50"}, recipe="imagenet1k-class5 imagenet1k-class10"),
+    row(OURS, {"epochs": 16, "encoder.name": "conv4-w16"}, recipe="demo-styles"),
     row(
         OURS,
         {
@@ -31,14 +34,14 @@ OWN: RowTable = (
             "optim.schedule_unit": "step",
             "online_probe": "every=0",
         },
-        recipe="demo",
+        recipe=_DEMOS,
     ),
     # The oldest key is 8 steps old, and the slow network takes 250 steps to follow. If it followed within the age of
     # the keys, queries would learn to tell new keys from old ones instead of one image from another, and collapse.
-    row(OURS, {"method.bank.size": 512}, recipe="demo", method="moco"),
-    row(OURS, {"method.ema_base": 0.996, "method.ema_final": 0.999}, recipe="demo", method="moco"),
-    row(OURS, {"method.predictor_hidden": 256}, recipe="demo", method="byol"),
-    *_weights("CIFAR-100", 1.0, 0.5, 23.0, recipe="demo"),
+    row(OURS, {"method.bank.size": 512}, recipe=_DEMOS, method="moco"),
+    row(OURS, {"method.ema_base": 0.996, "method.ema_final": 0.999}, recipe=_DEMOS, method="moco"),
+    row(OURS, {"method.predictor_hidden": 256}, recipe=_DEMOS, method="byol"),
+    *_weights("CIFAR-100", 1.0, 0.5, 23.0, recipe=_DEMOS),
     # Any data: the small network of the demo, and the weights of the paper's data that is split in the same way.
     row(
         OURS,

@@ -1,0 +1,104 @@
+"""The demo's parts, on a few images: what it measures is whole, and what it says follows from it."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fastcssl.cli import demo
+from fastcssl.cli.demo_parts import DemoBudget, LoaderRace, ResumedRun
+from fastcssl.cli.exit_codes import Ended
+from fastcssl.errors import UserError
+
+TINY = DemoBudget(
+    source="synthetic:set=forms,classes=10,train=32,val=8",
+    changes={
+        "epochs": 4,
+        "batch_size": 8,
+        "encoder.name": "conv4-w8",
+        "method.hidden": 32,
+        "method.dim": 16,
+        "method.bank.size": 32,
+        "run.log_every": 1,
+        "run.num_threads": 1,
+        "run.device": "cpu",
+    },
+    checkpoint_minutes=0.0,
+    photos="synthetic:set=forms,classes=10,train=1,val=1,size=64,format=jpeg",
+    batch_size=4,
+    round_s=0.01,
+    num_rounds=2,
+)
+FOUND = demo.DemoFindings(
+    seed=5,
+    tasks=["photo", "neon"],
+    chance=0.05,
+    thumbnails=[0.1, 0.2],
+    random=[0.2, 0.2],
+    finetune=[[0.4, 0.3], [0.3, 0.6]],
+    pnr=[[0.4, 0.3], [0.4, 0.5]],
+    S={"finetune": 0.1, "pnr": 0.0},
+    resumed=ResumedRun(killed_after_step=7, num_losses=9, num_equal=9, encoders_equal=True),
+    loader=LoaderRace(native=900.0, torchvision=100.0),
+    seconds=1.0,
+)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_whole_demo_on_a_few_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the killed process: other threads, other rounding
+    monkeypatch.setattr(demo, "problems", lambda _: [])  # so few steps teach nothing
+    out = tmp_path / "demo"
+    console = Console(record=True, width=120, file=io.StringIO())
+    assert demo.demonstrate(demo.DemoOptions(out=out), TINY, console) == 0
+    figures = json.loads((out / demo.FIGURES).read_text())
+    num_tasks = len(figures["tasks"])
+    assert sorted(figures["tasks"]) == ["neon", "photo", "poster", "sketch"]
+    for table in (figures["finetune"], figures["pnr"]):
+        assert [len(row) for row in table] == [num_tasks] * num_tasks
+    assert figures["finetune"][0] == figures["pnr"][0]  # they share the first task
+    assert len(figures["random"]) == len(figures["thumbnails"]) == num_tasks
+    assert set(figures["A"]) == {"thumbnails", "random", "finetune", "pnr"} and set(figures["S"]) == {"finetune", "pnr"}
+    resumed = figures["resumed"]
+    assert resumed["encoders_equal"] and resumed["num_losses"] == resumed["num_equal"] == 4 * 10
+    assert figures["loader"]["native"] > 0 and figures["loader"]["torchvision"] > 0
+    for name in ("report/index.html", "sheet.png", "views.png", "resumed.log"):
+        assert (out / name).stat().st_size, name
+    said = console.export_text()
+    assert said.count("MoCo + PNR") == 1 and "identical to the last bit" in said
+
+
+def test_sentences_follow_the_numbers() -> None:
+    learns, remembers, resumes, fast = demo.sentences(FOUND)
+    assert "A is 45.0 %" in learns and "2.2 times" in learns and "20.0 %" in learns and "chance is 5.0 %" in learns
+    assert "PNR forgets less" in remembers and "10.0 points" in remembers and "0.0 with PNR" in remembers
+    assert "identical to the last bit" in resumes and "9 losses" in resumes
+    assert "9.0 times" in fast
+    worse = dataclasses.replace(FOUND, S={"finetune": 0.1, "pnr": 0.1})
+    assert "forgets less" not in demo.sentences(worse)[1]
+
+
+def test_a_demo_that_shows_nothing_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert demo.problems(FOUND) == []
+    unlearnt = dataclasses.replace(FOUND, pnr=[[0.2, 0.2], [0.2, 0.2]])
+    for half in ({"num_equal": 8}, {"encoders_equal": False}, {"num_losses": 0, "num_equal": 0}):
+        differs = dataclasses.replace(FOUND, resumed=dataclasses.replace(FOUND.resumed, **half))
+        assert "not identical" in demo.problems(differs)[0]
+        assert "last bit" not in demo.sentences(differs)[2]
+    out = tmp_path / "demo"
+    out.mkdir()
+    monkeypatch.setattr(demo, "_measured", lambda *_: (out.mkdir(), (0, unlearnt))[1])
+    with pytest.raises(Ended, match=r"not better than its baselines: A is 20.0 %.* 20.0 %") as ended:
+        demo.demonstrate(demo.DemoOptions(out=out), TINY, Console(quiet=True))
+    assert ended.value.status == 1
+    assert json.loads((out / demo.FIGURES).read_text())["A"]["pnr"] == 0.2
+
+
+def test_only_an_older_demo_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="not a folder of an older demo"):
+        demo.demonstrate(demo.DemoOptions(out=tmp_path), TINY, Console(quiet=True))
+    assert (tmp_path / "thesis.tex").exists()
