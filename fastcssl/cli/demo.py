@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PROG = "fastcssl-demo"
 FIGURES = "demo.json"
+# All that a demo leaves; "run" is that of version 0.1.0.
+_OWN_FILES = {"data", "finetune", "pnr", "resumed", "jpegs", "report", "run", "sheet.png", "views.png", FIGURES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +119,8 @@ def demonstrate(options: DemoOptions, budget: "DemoBudget", console: Console) ->
 
 def _clear(out: Path) -> None:
     """Removes an older demo, and refuses a folder that holds anything else."""
-    if out.exists() and any(out.iterdir()) and not (out / "data").is_dir():
-        raise UserError(f"{out} is not a folder of an older demo. Choose another --out.")
+    if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - _OWN_FILES):
+        raise UserError(f"{out} holds more than an older demo, which would be deleted. Choose another --out.")
     shutil.rmtree(out, ignore_errors=True)
 
 

@@ -99,6 +99,7 @@ def test_a_demo_that_shows_nothing_fails_loudly(tmp_path: Path, monkeypatch: pyt
 
 def test_only_an_older_demo_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match="not a folder of an older demo"):
+    (tmp_path / "data").mkdir()  # as a demo has one, too
+    with pytest.raises(UserError, match="holds more than an older demo, which would be deleted"):
         demo.demonstrate(demo.DemoOptions(out=tmp_path), TINY, Console(quiet=True))
     assert (tmp_path / "thesis.tex").exists()
