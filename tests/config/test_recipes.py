@@ -191,7 +191,7 @@ def test_every_combination_builds_and_every_value_has_a_source(name: str, settin
         assert made.sources["recipe"] == COMMAND_LINE
         assert {source.partition(":")[0] for source in made.sources.values()} - {COMMAND_LINE, FROM_DATA} <= SOURCES
         strategies.find(strategy).check(made.config.strategy, methods.find(method))
-        size_px = {"own-small": 96, "demo": 32}.get(name, 32 if name.startswith("cifar") else 224)
+        size_px = {"own-small": 96, "demo": 32, "demo-styles": 32}.get(name, 32 if name.startswith("cifar") else 224)
         assert made.config.views.views()[0].size_px == size_px
         if name in NAMES and method in METHODS and strategy in STRATEGIES:
             wanted = expected(name, method, strategy, settings)

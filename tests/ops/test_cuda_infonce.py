@@ -260,7 +260,7 @@ ONE_KERNEL = {
         "  static_cast<void>(type), static_cast<void>(precision), static_cast<void>(rows);\n"
         "  return choose<__half, false, 64, false>(launch);\n#if 0\n"
     ),
-    "}\n\n// The fewest splits": "#endif\n}\n\n// The fewest splits",
+    "}\n\n// Returns the fewest splits": "#endif\n}\n\n// Returns the fewest splits",
 }
 
 
