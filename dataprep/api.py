@@ -73,24 +73,17 @@ def build_data(
     announce: called with the job before the job begins.
     """
     out = Path(out)
-    opened = open_source(
-        source, classes_file=None if classes_file is None else Path(classes_file), domains=tuple(domains)
-    )
+    listed = None if classes_file is None else Path(classes_file)
+    opened = open_source(source, classes_file=listed, domains=tuple(domains))
     encoding = Encoding(resize=Resize.parse(resize), quality=quality, check=check)
     _check_numbers(quality, shard_mb, max_corrupt, limit_per_class)
     _refuse_out_inside_source(source, out)
     if limit_per_class is not None:
         opened = replace(opened, samples=opened.samples.limited(limit_per_class))
+    given = _order(order, scenario, seed, domains, opened)
     job = BuildJob(
         source=opened,
-        scenario=_scenario(
-            scenario,
-            num_tasks,
-            seed,
-            order=_order(order, scenario, seed, domains, opened),
-            sizes=sizes,
-            num_domains=len(opened.domains),
-        ),
+        scenario=_scenario(scenario, num_tasks, seed, order=given, sizes=sizes, num_domains=len(opened.domains)),
         encoding=encoding,
         formats=_formats(formats, opened, encoding.resize),
         out=out,
