@@ -20,7 +20,7 @@ _FEW_STEPS = 10_000  # per task; LARS needs more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """What the recipes ask about a prepared data set. The defaults describe photos, for lists without --data."""
+    """The facts about prepared data that the recipes follow. The defaults describe photos, for lists without --data."""
 
     name: str = "DATA"
     scenario: str = "class"
