@@ -248,13 +248,9 @@ def _with_options(
     seeds = _seeds(options, args)
     out = options.out or _default_out(words, None if seeds else found.config.seed, options.data)
     if options.data is None:
-        data = RECIPES[words[0]]
-        where = {"demo": "", "demo-styles": ":set=forms"}.get(words[0], ":ROOT")
-        build = f"{data.source}{where} --scenario {data.scenario} --tasks {data.num_tasks}"
-        build = "folder:ROOT --scenario class --tasks 5" if data.follows_data else build
         raise UserError(
-            f"--data is missing. Give a folder written by fastcssl-prep; for this recipe: fastcssl-prep build {build} "
-            "--out DIR."
+            "--data is missing. Give a folder written by fastcssl-prep; for this recipe: fastcssl-prep build "
+            f"{RECIPES[words[0]].build_words} --out DIR."
         )
     with explained():
         return _train(options, found, seeds, out, options.data, console)

@@ -16,6 +16,14 @@ class Data:
     family: Family  # decides the stem, the size and the views
     like: str = ""  # the data whose numbers it borrows where it has none of its own
     follows_data: bool = False  # family and sizes are those of the data that a run is given (own_data.py)
+    where: str = ":ROOT"  # follows the source in fastcssl-prep build: a placeholder for a folder, or settings
+
+    @property
+    def build_words(self) -> str:
+        """Returns the arguments of fastcssl-prep build that make this data, without --out."""
+        if self.follows_data:
+            return "folder:ROOT --scenario class --tasks 5"
+        return f"{self.source}{self.where} --scenario {self.scenario} --tasks {self.num_tasks}"
 
 
 def _split(source: str, title: str, family: Family, about: dict[str, str], like: str = "") -> dict[str, Data]:
@@ -46,6 +54,7 @@ RECIPES: dict[str, Data] = {
         scenario="class",
         num_tasks=3,
         family="cifar",
+        where="",
     ),
     "demo-styles": Data(
         about="generated images, 4 tasks of one style: takes minutes on two cores",
@@ -53,6 +62,7 @@ RECIPES: dict[str, Data] = {
         scenario="domain",
         num_tasks=4,
         family="cifar",
+        where=":set=forms",
     ),
     "own": Data(
         about="any prepared folder, ResNet-18: view size, stem, batch, epochs and optimiser follow the data",
