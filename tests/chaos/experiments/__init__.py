@@ -1,0 +1,1 @@
+"""Contains the experiments, one per file."""
