@@ -12,6 +12,7 @@ from rich.text import Text
 
 from dataprep import help
 from dataprep.help import Flag
+from dataprep.manifest import write_atomically
 from fastcssl.cli.exit_codes import ExitCode, after_signal, ended, explained, together
 from fastcssl.errors import UserError
 
@@ -69,6 +70,9 @@ class EvalOptions:
     ] = ()
     random_encoder: Annotated[bool, Flag("skip the untrained encoder, and with it forward transfer")] = True
     size_px: Annotated[int | None, Flag("side of the images in pixels; by default as in training", "N")] = None
+    tables: Annotated[bool, Flag("also print the accuracy on every task after every task")] = False
+    csv: Annotated[Path | None, Flag("also write all results to a CSV file, one line per result", "FILE")] = None
+    latex: Annotated[Path | None, Flag("also write the printed table as LaTeX (booktabs)", "FILE")] = None
     again: Annotated[bool, Flag("recompute results that already exist")] = False
     lr: Annotated[tuple[float, ...], Flag("learning rate; by default the method's own", "X", _LINEAR)] = ()
     batch_size: Annotated[
@@ -86,10 +90,7 @@ class EvalOptions:
     k: Annotated[int, Flag("knn: number of neighbours", group=_OTHERS)] = 20
     metric: Annotated[
         tuple[Literal["cosine", "euclidean"], ...], Flag("knn: how distance is measured", group=_OTHERS)
-    ] = (
-        "cosine",
-        "euclidean",
-    )
+    ] = ("cosine",)
     architecture: Annotated[str | None, Flag("such as resnet18 or torchvision:resnet50", "NAME", _FILES)] = None
     stem: Annotated[Literal["imagenet", "cifar"], Flag("imagenet or cifar: first layers of a ResNet", group=_FILES)] = (
         "imagenet"
@@ -187,9 +188,26 @@ def _evaluate(options: EvalOptions, words: list[str], console: Console) -> int:
     except EvaluationInterrupted as interrupted:
         console.print(Text(str(interrupted), "yellow"))
         return after_signal(interrupted.signal)
-    console.print(summary(found))
+    console.print(summary(found, tables=options.tables))
+    _write_files(options, found, console)
     _tell_missing(found, console)
     return ExitCode.OK
+
+
+def _write_files(options: EvalOptions, outcomes: "list[Evaluated]", console: Console) -> None:
+    """Writes the files that --csv and --latex ask for. Only rank 0 is not quiet, and only it writes."""
+    from fastcssl.runs.overview import as_csv, as_latex, overviews
+
+    results = [outcome.as_result for outcome in outcomes]
+    files = ((options.csv, as_csv(results)), (options.latex, as_latex(overviews(results))))
+    for path, text in files if not console.quiet else ():
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, text.encode())
+            except OSError as error:
+                raise UserError(f"{path} cannot be written ({error.strerror}). Choose another file.") from None
+            console.print(Text(f"Wrote {path}", "dim"), soft_wrap=True)
 
 
 def _tell_missing(outcomes: "list[Evaluated]", console: Console) -> None:

@@ -12,7 +12,7 @@ from fastcssl.evaluate.probe_pass import SideBySide
 from fastcssl.evaluate.probes import ProbeViews
 from fastcssl.evaluate.targets import Target, unmatched
 from fastcssl.runs.interrupt import Stop
-from fastcssl.runs.results import DOWNSTREAM
+from fastcssl.runs.results import DOWNSTREAM, Probe
 
 _CIFAR_BATCH, _BATCH = 128, 256  # batch sizes of the linear probe: paper, table 16
 
@@ -38,23 +38,28 @@ def evaluate(
             data = Prepared.open(where)
             everyone = [*targets] if name else [*targets, *others]  # a downstream set has no references
             for views, batch_size, members in _by_views(everyone, data, where, name, request):
-                for scope in (f"{DOWNSTREAM}{name}",) if name else request.scopes:
-                    plan = scopes.plan(data, scope)
-                    for probe in request.probes:
-                        shared = SideBySide(
-                            data=data,
-                            manifest=where,
-                            plan=plan,
-                            views=views,
-                            probe=probe,
-                            batch_size=batch_size,
-                            targets=members,
-                            request=request,
-                            machine=machine,
-                            progress=progress,
-                        )
-                        found += [item for item in shared.run(stop) if item.target in targets]
+                plans = [scopes.plan(data, scope) for scope in ((f"{DOWNSTREAM}{name}",) if name else request.scopes)]
+                for probes in _sharing(request.probes):
+                    shared = SideBySide(
+                        data=data,
+                        manifest=where,
+                        plans=plans,
+                        views=views,
+                        probes=probes,
+                        batch_size=batch_size,
+                        targets=members,
+                        request=request,
+                        machine=machine,
+                        progress=progress,
+                    )
+                    found += [item for item in shared.run(stop) if item.target in targets]
     return sorted(found, key=lambda outcome: targets.index(outcome.target))
+
+
+def _sharing(probes: Sequence[Probe]) -> list[list[Probe]]:
+    """Returns the probes in groups that see the same images. The quick ones come first."""
+    plain, random = ([probe for probe in probes if (probe == "linear") == crops] for crops in (False, True))
+    return [group for group in (plain, random) if group]
 
 
 def _data_sets(targets: Sequence[Target], request: Request) -> list[tuple[Path, str]]:

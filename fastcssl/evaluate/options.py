@@ -11,6 +11,7 @@ from fastcssl.errors import UserError
 from fastcssl.evaluate.probes.knn import KnnMetric
 from fastcssl.evaluate.targets import Target
 from fastcssl.learn.precision import Precision
+from fastcssl.runs.overview import Result
 from fastcssl.runs.results import Evaluation, Probe
 
 
@@ -32,7 +33,7 @@ class Request:
     epochs: int = 100
     strengths: tuple[float, ...] = (1.0,)
     k: int = 20
-    metrics: tuple[KnnMetric, ...] = ("cosine", "euclidean")
+    metrics: tuple[KnnMetric, ...] = ("cosine",)
     size_px: int | None = None
     seed: int = 0
     random_encoder: bool = True
@@ -88,3 +89,8 @@ class Evaluated:
     path: Path
     evaluation: Evaluation
     was_there: bool  # the file already existed, and nothing was computed
+
+    @property
+    def as_result(self) -> Result:
+        """Returns the row that it is in an overview."""
+        return Result(run=self.target.folder, path=self.path, evaluation=self.evaluation)

@@ -8,7 +8,8 @@ semi-1, semi-10   like `all`, trained on 1 % or 10 % of the training images, the
 downstream:NAME   like `all`, on another data set
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -57,6 +58,17 @@ class Plan:
         """Returns the training ids of all classifiers together, sorted."""
         return np.unique(np.concatenate([group.train_ids for group in self.groups]))
 
+    @property
+    def num_val(self) -> list[int]:
+        """Returns the number of validation images of each column."""
+        return [len(column.val_ids) for column in self.columns]
+
+    @property
+    def chance(self) -> list[float]:
+        """Returns for each column the accuracy of guessing one of the classes at random."""
+        num_classes = {i: len(group.labels) for group in self.groups for i in group.columns}
+        return [1 / num_classes[i] for i in range(len(self.columns))]
+
 
 def check_scope(scope: str) -> None:
     """Raises UserError for a scope that does not exist."""
@@ -104,6 +116,50 @@ def plan(data: Prepared, scope: str) -> Plan:
         labels = np.arange(len(data.manifest.classes), dtype=np.int64)
         groups = (Group(train_ids=train_ids, labels=labels, columns=tuple(range(len(columns)))),)
     return Plan(scope=scope, columns=columns, groups=groups, follows_tasks=follows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Survey:
+    """Several scopes in one plan, in which a classifier or validation set that scopes have in common occurs once."""
+
+    plan: Plan
+    places: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by scope: the columns of `plan` that it needs
+
+    def groups_of(self, scope: str) -> set[int]:
+        """Returns the numbers of the groups that a scope needs."""
+        wanted = set(self.places[scope])
+        return {number for number, group in enumerate(self.plan.groups) if wanted & set(group.columns)}
+
+
+def merged(plans: Sequence[Plan]) -> Survey:
+    """Returns one plan for several scopes of a data set.
+
+    A column of the merged plan belongs to one group: two classifiers that are validated on the same images have two
+    columns. Scopes that coincide on the data, such as `all` and `domain-agnostic` where tasks are domains, share all.
+    """
+    columns: list[EvaluationColumn] = []
+    groups: list[Group] = []
+    places: dict[str, tuple[int, ...]] = {}
+    for part in plans:
+        place_of = [0] * len(part.columns)
+        for group in part.groups:
+            number = next((n for n, known in enumerate(groups) if _is_same_classifier(known, group)), len(groups))
+            if number == len(groups):
+                groups.append(replace(group, columns=()))
+            for i in group.columns:
+                ids, known = part.columns[i].val_ids, groups[number].columns
+                place = next((c for c in known if np.array_equal(columns[c].val_ids, ids)), len(columns))
+                if place == len(columns):
+                    columns.append(part.columns[i])
+                    groups[number] = replace(groups[number], columns=(*known, place))
+                place_of[i] = place
+        places[part.scope] = tuple(place_of)
+    plan = Plan(scope=" + ".join(places), columns=tuple(columns), groups=tuple(groups), follows_tasks=False)
+    return Survey(plan=plan, places=places)
+
+
+def _is_same_classifier(one: Group, other: Group) -> bool:
+    return np.array_equal(one.train_ids, other.train_ids) and np.array_equal(one.labels, other.labels)
 
 
 class ClassDraw(NamedTuple):

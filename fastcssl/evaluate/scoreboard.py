@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,7 +16,8 @@ from rich.text import Text
 from dataprep.progress import OnTerminal
 from fastcssl.evaluate.options import Evaluated, Progress
 from fastcssl.runs.display import bar_grid, bar_row, duration, fact_grid, framed
-from fastcssl.runs.metrics import AVERAGE, METRICS, MetricSpec, single_metrics
+from fastcssl.runs.metrics import AVERAGE, MetricSpec, single_metrics
+from fastcssl.runs.overview import Overview, overviews, settings_text, varied_settings
 from fastcssl.runs.results import EvaluatedEncoder, Evaluation
 
 _LINE_SECONDS = 30.0
@@ -83,30 +85,47 @@ class Scoreboard(OnTerminal, Progress):
 # ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
-def summary(outcomes: Sequence[Evaluated]) -> RenderableType:
-    """Returns one table per result. A grid of settings also gets a table with one row per setting."""
+def summary(outcomes: Sequence[Evaluated], *, tables: bool = False) -> RenderableType:
+    """Returns one table per probe, with one row per run. `tables` adds every accuracy, with one table per result."""
     parts: list[RenderableType] = []
-    missing: dict[str, None] = {}  # why metrics are missing, each sentence once
-    grids: dict[tuple[str, str, str], list[Evaluated]] = {}
-    for outcome in outcomes:
-        made = outcome.evaluation
-        grids.setdefault((str(outcome.target.folder), made.probe, made.scope), []).append(outcome)
-    for (folder, probe, scope), found in grids.items():
-        of = f" · {found[0].target.method} {found[0].target.strategy}" if found[0].target.is_run else ""
-        parts += [Text.assemble((folder, "bold"), f"{of} · {probe} · {scope}")]
-        if len(found) > 1:
-            parts.append(_grid(found))
-        for outcome in found if probe == "knn" else [max(found, key=lambda item: item.evaluation.metrics.A[-1])]:
-            if len(found) > 1:
-                best = "" if probe == "knn" else ", the best A of these (chosen on the validation images)"
-                parts.append(Text(f" {settings_of(outcome.evaluation, found)}{best}", "dim"))
-            parts.append(matrix(outcome.evaluation))
-            facts = [("result", str(outcome.path), "")]
-            if outcome.was_there:
-                facts.append(("", "evaluated before; use --again to recompute", "dim"))
-            parts += [Padding(fact_grid(facts, fold=True), (0, 0, 1, 1), expand=False)]
-        missing |= dict.fromkeys(found[0].evaluation.metrics.missing)
-    return Group(*parts, *(Text(sentence, "yellow") for sentence in missing))
+    for table in overviews([outcome.as_result for outcome in outcomes]):
+        parts += [Text(table.title, "bold"), overview_table(table)]
+    varied = varied_settings([outcome.evaluation for outcome in outcomes])
+    for outcome in outcomes if tables else ():
+        parts += _details(outcome, settings_text(outcome.evaluation, varied))
+    num_known, folders = sum(outcome.was_there for outcome in outcomes), {o.path.parent for o in outcomes}
+    where = str(next(iter(folders))) if len(folders) == 1 else "RUN/evaluations"
+    about = f"All accuracies are in {where}" + ("." if tables else "; --tables prints them.")
+    if num_known:
+        who = "All results were" if num_known == len(outcomes) else f"{num_known} of {len(outcomes)} results were"
+        about += f" {who} evaluated before; --again recomputes."
+    missing = dict.fromkeys(sentence for outcome in outcomes for sentence in outcome.evaluation.metrics.missing)
+    return Group(*parts, Text(about, "dim"), *(Text(sentence, "yellow") for sentence in missing))
+
+
+def overview_table(overview: Overview) -> Table:
+    """Returns the table of one probe: a row per run, a group of columns per scope, references below a line."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
+    table.add_column("run", overflow="fold")
+    scope = ""
+    for column in overview.columns:
+        above = "" if column.scope == scope else column.scope
+        scope = column.scope
+        style = "bold" if column.metric is AVERAGE else ""
+        table.add_column(f"{above}\n{column.metric.heading}", justify="right", no_wrap=True, style=style)
+    for row in overview.rows:
+        style = "italic dim" if row.is_reference else ""
+        table.add_row(row.name, *map(str, row.cells), style=style)
+    return table
+
+
+def _details(outcome: Evaluated, settings: str) -> list[RenderableType]:
+    """Returns a heading, the table of all accuracies, and the place of the result file."""
+    made, target = outcome.evaluation, outcome.target
+    words = [f"{target.method} {target.strategy}" if target.is_run else "", made.probe, made.scope, settings]
+    heading = Text.assemble((str(target.folder), "bold"), *(f" · {word}" for word in words if word))
+    facts = fact_grid([("result", str(outcome.path), "")], fold=True)
+    return [heading, matrix(made), Padding(facts, (0, 0, 1, 1), expand=False)]
 
 
 def matrix(made: Evaluation) -> RenderableType:
@@ -126,7 +145,12 @@ def matrix(made: Evaluation) -> RenderableType:
         cells = [Text(_percent(made.top1[t][i]), "" if i in seen else "dim") for i in shown]
         end = (made.metrics.A[t], made.overall_top1[t], made.overall_top5[t])
         table.add_row(_after(encoder, made), *cells, *rest, *map(_percent, end))
-    for name, row in (("single task", made.reference.ft), ("random", made.reference.random)):
+    references = (
+        ("single task", made.reference.ft),
+        ("random", made.reference.random),
+        ("chance", made.reference.chance),
+    )
+    for name, row in references:
         if row is not None:
             values = ["-" if row[i] is None else _percent(row[i]) for i in shown]
             table.add_row(name, *values, *rest, "", "", "", style="italic")
@@ -141,33 +165,13 @@ def _metric(row: MetricSpec, share: float) -> Text:
     return Text.assemble((row.name, "bold"), f" {_percent(share)}", (f" {about}", "dim"))
 
 
-def _grid(found: Sequence[Evaluated]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
-    table.add_column("settings", no_wrap=True)
-    for heading in (*METRICS, "top-1", "top-5"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for outcome in found:
-        made = outcome.evaluation
-        values = (*map(made.metrics.last, METRICS), made.overall_top1[-1], made.overall_top5[-1])
-        table.add_row(settings_of(made, found), *map(_percent, values))
-    return table
-
-
-def settings_of(made: Evaluation, others: Sequence[Evaluated]) -> str:
-    """Returns the settings by which an evaluation differs from the others."""
-    differ = [
-        key
-        for key in made.settings
-        if any(other.evaluation.settings.get(key) != made.settings[key] for other in others)
-    ]
-    return ", ".join(f"{key.replace('_', ' ')} {made.settings[key]}" for key in differ)
-
-
 def _after(encoder: EvaluatedEncoder, made: Evaluation) -> str:
-    """Returns the last task that an encoder has learnt; "all tasks" for the only encoder of a joint run."""
+    """Returns a row's label: the last task that the encoder has learnt, or the name of the encoder's file."""
     if len(made.checkpoints) == 1 and len(encoder.seen) == len(made.columns) > 1:
         return "all tasks"
-    return f"task {encoder.task}" if encoder.seen else ""
+    name = PurePath(encoder.path)
+    is_of_run = name.parent == PurePath("encoders")
+    return (f"task {encoder.task}" if name.stem != "joint" else "all tasks") if is_of_run else name.name
 
 
 def _short(name: str, number: int) -> str:

@@ -57,6 +57,7 @@ class References:
 
     ft: list[float | None] | None = None  # FT_i: of a model trained only on task i
     random: list[float] | None = None  # of an encoder that was not trained
+    chance: list[float] | None = None  # of guessing one of the classes; older files do not have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +208,7 @@ def _check(found: Evaluation, where: str) -> None:
             raise refuse(f"{name} is not a table of {num_rows} checkpoints and {num_columns} columns")
         if not all(0 <= value <= 1 for row in (*table, overall) for value in row):
             raise refuse(f"{name} holds numbers outside 0..1")
-    for row in (found.reference.ft, found.reference.random):
+    for row in (found.reference.ft, found.reference.random, found.reference.chance):
         if row is not None and len(row) != num_columns:
             raise refuse(f"a reference has {len(row)} values for {num_columns} columns")
     values = [*found.metrics.A, *found.metrics.numbers.values(), found.seconds]

@@ -1,11 +1,12 @@
 """fastcssl-eval as it is used: runs, references, encoder files, other data, and what it refuses."""
 
+import csv
 import dataclasses
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fastcssl.distributed.world import World
 from fastcssl.evaluate.downstream import RECIPES, recipe_of
 from fastcssl.evaluate.evaluate import evaluate
 from fastcssl.evaluate.options import Evaluated, ProbeMachine, Progress, Request
+from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, plain
 from fastcssl.evaluate.scoreboard import Scoreboard
 from fastcssl.evaluate.targets import open_references, open_targets
 from fastcssl.runs.results import Evaluation, evaluations, metrics_of
@@ -144,6 +146,57 @@ def test_nothing_is_evaluated_twice(copied: Trained) -> None:
     assert changed.top1[1] == changed.top1[0] == second[0].evaluation.top1[0]
 
 
+def test_one_pass_serves_all_probes_and_scopes(copied: Trained) -> None:
+    """80 training images and 40 to validate with: once for both probes and both scopes."""
+    both = Request(probes=("knn", "linear-cached"), scopes=("all", "per-task"))
+    alone = copied.run.with_name("apart")
+    shutil.copytree(copied.run, alone)
+    together = outcomes(copied.run, both, once := Counted())
+    assert once.num_images == 120 and len(together) == 4
+    apart = [
+        outcome.evaluation
+        for probe in both.probes
+        for scope in both.scopes
+        for outcome in outcomes(alone, Request(probes=(probe,), scopes=(scope,)), Counted())
+    ]
+    key = {(made.probe, made.scope): made for made in apart}
+    for outcome in together:
+        made, its = outcome.evaluation, key[outcome.evaluation.probe, outcome.evaluation.scope]
+        assert (made.top1, made.top5, made.reference, made.metrics) == (its.top1, its.top5, its.reference, its.metrics)
+    more = outcomes(copied.run, both, none := Counted())
+    assert none.num_images == 0 and all(outcome.was_there for outcome in more)
+
+
+def test_only_the_scope_that_is_missing_is_computed(copied: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = outcomes(copied.run, Request(probes=("knn",)))
+    trained_for: list[frozenset[int] | None] = []
+    run = plain.run
+
+    def noting(contenders: Sequence[ProbedEncoder[plain.PlainSettings]], bench: Bench) -> list[list[Hits]]:
+        trained_for.extend(contender.groups for contender in contenders)
+        assert len(bench.plan.groups) == 2  # those of per-task
+        return run(contenders, bench)
+
+    monkeypatch.setattr(plain, "run", noting)
+    both = outcomes(copied.run, Request(probes=("knn",), scopes=("all", "per-task")))
+    assert [outcome.was_there for outcome in both] == [True, False] and trained_for == [frozenset({0, 1})] * 3
+    assert both[0].evaluation == first[0].evaluation
+
+
+def test_csv_and_latex(copied: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ("--csv", tmp_path / "out" / "a.csv", "--latex", tmp_path / "out" / "a.tex")
+    made = evaluated(copied.run, "--probe", "knn", "--scope", "all", "per-task", *files, "--tables")
+    shown = capsys.readouterr().out
+    assert "random encoder" in shown and "chance" in shown and "task 0" in shown and "5.00" in shown
+    rows = list(csv.DictReader((tmp_path / "out" / "a.csv").read_text().splitlines()))
+    assert [row["scope"] for row in rows] == ["all", "per-task"]
+    by_scope = {one.scope: one for one in made}
+    assert all(float(row["A"]) == by_scope[row["scope"]].metrics.A[-1] for row in rows)
+    assert all(Path(row["file"]).is_file() and row["P"] == "" for row in rows)
+    table = (tmp_path / "out" / "a.tex").read_text()
+    assert f"{100 * by_scope['per-task'].metrics.A[-1]:.2f}" in table and r"\multicolumn{2}{c}{per-task}" in table
+
+
 def test_a_grid_leaves_a_file_for_each_setting(copied: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     grid = ("--epochs", 2, "--lr", 0.1, 1, "--batch-size", 16, 40, "--momentum", 0, "--no-random-encoder")
     made = evaluated(copied.run, *grid)
@@ -151,7 +204,7 @@ def test_a_grid_leaves_a_file_for_each_setting(copied: Trained, capsys: pytest.C
         (a, b) for a in (0.1, 1) for b in (16, 40)
     }
     assert all(one.settings["momentum"] == 0 and one.reference.random is None for one in made)
-    assert "lr 0.1, batch size 16" in capsys.readouterr().out
+    assert "linear, lr 0.1, batch size 16" in capsys.readouterr().out
 
 
 def test_a_reference_of_another_method_is_none(copied: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +322,8 @@ def test_downstream_sets(copied: Trained, tmp_path: Path, capsys: pytest.Capture
     knn = ("--probe", "knn", "--metric", "cosine", "--scope", "none")
     (made,) = evaluated(copied.run, *knn, "--downstream", f"pets={other}")
     assert made.scope == "downstream:pets" and len(made.columns) == 4 and len(made.top1) == 2
-    assert made.settings["size_px"] == 16 and made.metrics.S is None and made.reference.random is None
+    assert made.settings["size_px"] == 16 and made.metrics.S is None
+    assert made.reference.random is not None and made.reference.chance == pytest.approx([1 / 60] * 4)
     assert made.metrics.A == pytest.approx([sum(row) / 4 for row in made.top1])
     refused(capsys, copied.run, *knn, "--downstream", f"stl10={other}", says="made for stl10, but the data was")
     refused(capsys, copied.run, *knn, "--downstream", "pets", says="give NAME=DIR")

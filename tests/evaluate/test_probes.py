@@ -23,9 +23,9 @@ from fastcssl.distributed.world import World
 from fastcssl.errors import UserError
 from fastcssl.evaluate import probes
 from fastcssl.evaluate.features import Features, features_of
-from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, ProbeViews, cached, knn, linear
+from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, ProbeViews, cached, knn, linear, plain
 from fastcssl.evaluate.probes.linear import Batches, Head, LinearSettings
-from fastcssl.evaluate.scopes import plan
+from fastcssl.evaluate.scopes import merged, plan
 from fastcssl.learn.encoders import EncoderConfig
 from fastcssl.learn.nets import build_encoder
 
@@ -191,8 +191,8 @@ def test_hits_side_by_side_are_those_one_at_a_time(data: Prepared) -> None:
     found = encoders(2)
     for run, choices in (
         (linear.run, (settings(), settings(lr=2.0))),
-        (cached.run, (cached.CachedSettings(), cached.CachedSettings(strength=0.01))),
-        (knn.run, (knn.KnnSettings(k=3), knn.KnnSettings(k=3, metric="euclidean"))),
+        (plain.run, (cached.CachedSettings(), cached.CachedSettings(strength=0.01))),
+        (plain.run, (knn.KnnSettings(k=3), knn.KnnSettings(k=3, metric="euclidean"))),
     ):
         call: Any = run
         together = call([ProbedEncoder(encoder=item, settings=choices) for item in found], bench(data))
@@ -205,17 +205,17 @@ def test_hits_side_by_side_are_those_one_at_a_time(data: Prepared) -> None:
 def test_images_are_decoded_once_for_all_encoders(data: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """T times fewer decodes than one at a time, counted where crops are made."""
     decoded = 0
-    plain = EngineBackend.run
+    ours = EngineBackend.run
 
     def counted(self: EngineBackend, batches: Any, first: int) -> Iterator[Any]:
         nonlocal decoded
-        for crops in plain(self, batches, first):
+        for crops in ours(self, batches, first):
             decoded += len((crops.views_V or crops.crops_V)[0])
             yield crops
 
     monkeypatch.setattr(EngineBackend, "run", counted)
     found = encoders(5)
-    for run, one, passes in ((linear.run, settings(epochs=2), 2), (knn.run, knn.KnnSettings(), 1)):
+    for run, one, passes in ((linear.run, settings(epochs=2), 2), (plain.run, knn.KnnSettings(), 1)):
         call: Any = run
         decoded = 0
         call([ProbedEncoder(encoder=item, settings=(one,)) for item in found], bench(data))
@@ -225,6 +225,34 @@ def test_images_are_decoded_once_for_all_encoders(data: Prepared, monkeypatch: p
         # 80 training images a pass, and 40 to validate with, padded to whole chunks of 16.
         assert together == 80 * passes + 48
         assert decoded == 5 * together
+
+
+def test_scopes_and_probes_together_are_one_at_a_time(data: Prepared) -> None:
+    """Bit for bit: a scope that is left out must not change the chunks that its neighbours' features come from."""
+    scopes, found = ("all", "per-task"), encoders(2)
+    survey = merged([plan(data, scope) for scope in scopes])
+    choices = (cached.CachedSettings(), knn.KnnSettings(k=3), knn.KnnSettings(k=3, metric="euclidean"))
+    for call, options in ((linear.run, GRID[:2]), (plain.run, choices)):
+        run: Any = call
+        contenders = [ProbedEncoder(encoder=item, settings=options) for item in found]
+        together = run(contenders, bench_of(bench(data), survey.plan))
+        for scope in scopes:
+            alone = run(contenders, bench(data, scope))
+            for e, s in ((e, s) for e in range(2) for s in range(len(options))):
+                assert tuple(together[e][s].top1[place] for place in survey.places[scope]) == alone[e][s].top1
+                assert tuple(together[e][s].top5[place] for place in survey.places[scope]) == alone[e][s].top5
+        assert together[0][0] != together[0][1]
+
+
+def test_groups_that_are_not_needed_are_left_out(data: Prepared) -> None:
+    (encoder,), whole = encoders(1), bench(data, "per-task")
+    for call, one in ((linear.run, settings()), (plain.run, cached.CachedSettings()), (plain.run, knn.KnnSettings())):
+        run: Any = call
+        (every,), (few,) = (
+            run([ProbedEncoder(encoder=encoder, settings=(one,), groups=groups)], whole)
+            for groups in (None, frozenset({1, 3}))
+        )
+        assert few[0].top5[1::2] == every[0].top5[1::2] != (0, 0) and few[0].top5[::2] == (0, 0)
 
 
 def test_a_probe_of_one_task_learns_from_its_images_alone(data: Prepared) -> None:
@@ -319,11 +347,29 @@ def probed(world: World, folder: Path) -> tuple[list[Tensor], list[list[list[Hit
     heads = [x for by in weights(linear.train(contenders, bench(data, world=world))) for s in by for g in s for x in g]
     hits = [linear.run(contenders, bench(data, world=world))]
     few, usual = knn.KnnSettings(k=3), cached.CachedSettings()
-    hits.append(knn.run([ProbedEncoder(encoder=item, settings=(few,)) for item in found], bench(data, world=world)))
-    hits.append(
-        cached.run([ProbedEncoder(encoder=item, settings=(usual,)) for item in found], bench(data, world=world))
-    )
+    both = (few, replace(few, metric="euclidean"), usual)
+    hits.append(plain.run([ProbedEncoder(encoder=item, settings=both) for item in found], bench(data, world=world)))
+    hits.append(plain.run([ProbedEncoder(encoder=item, settings=(usual,)) for item in found], bench(data, world=world)))
     return heads, hits
+
+
+def searched(world: World, folder: Path) -> list[Tensor | None]:
+    """Returns the guesses of k-NN in chunks of seven validation rows; only rank 0 has the training rows."""
+    torch.set_num_threads(1)
+    table, rows, val = bench(Prepared.open(folder), world=world), clusters(90, 0), clusters(40, 5)
+    train = rows if world.rank == 0 else None
+    return [
+        knn.guess_on_all_ranks(train, val, knn.KnnSettings(k=5, metric=metric), table, val_chunk=7)
+        for metric in ("cosine", "euclidean")
+    ]
+
+
+def test_the_ranks_divide_the_search_for_neighbours(data: Prepared) -> None:
+    first, second = on_ranks(2, searched, data.folder, timeout_s=300)
+    assert second == [None, None]
+    for metric, guess_M5 in zip(("cosine", "euclidean"), first, strict=True):
+        alone = knn.knn(clusters(90, 0), clusters(40, 5), num_classes=20, k=5, metric=metric, val_chunk=7)
+        assert torch.equal(guess_M5, alone.guess_M5)
 
 
 def test_two_ranks_find_what_one_finds(data: Prepared) -> None:

@@ -10,7 +10,7 @@ from small_runs import prepared
 from dataprep.manifest import TaskSplit, format_ids
 from fastcssl.data.prepared import Prepared
 from fastcssl.errors import UserError
-from fastcssl.evaluate.scopes import plan, stratified_share
+from fastcssl.evaluate.scopes import merged, plan, stratified_share
 
 EVEN = "classes=20,train=4,val=4"  # an image of each class in each of the four domains
 
@@ -124,3 +124,28 @@ def test_a_task_without_validation_images(tmp_path: Path) -> None:
     data = Prepared.open(prepared(tmp_path / "out", source="classes=20,train=2,val=0"))
     with pytest.raises(UserError, match=r"\(column 0\) of .* has no validation images"):
         plan(data, "all")
+
+
+def test_scopes_that_coincide_are_computed_once(by_domain: Prepared) -> None:
+    scopes = ("all", "domain-agnostic", "per-task", "domain-aware")
+    survey = merged([plan(by_domain, scope) for scope in scopes])
+    num_tasks = len(by_domain.manifest.tasks)
+    assert len(survey.plan.groups) == 1 + num_tasks and len(survey.plan.columns) == 2 * num_tasks
+    assert survey.places["all"] == survey.places["domain-agnostic"] == tuple(range(num_tasks))
+    assert survey.places["per-task"] == survey.places["domain-aware"] == tuple(range(num_tasks, 2 * num_tasks))
+    assert survey.groups_of("all") == {0} and survey.groups_of("domain-aware") == set(range(1, 1 + num_tasks))
+
+
+def test_a_merged_plan_has_what_each_scope_has(by_class: Prepared) -> None:
+    plans = [plan(by_class, scope) for scope in ("per-task", "semi-10", "all")]
+    survey = merged(plans)
+    owner = {column: group for group in survey.plan.groups for column in group.columns}
+    assert len(owner) == len(survey.plan.columns) == 6 and len(survey.plan.groups) == 4
+    for part in plans:
+        for group in part.groups:
+            for i in group.columns:
+                place = survey.places[part.scope][i]
+                assert survey.plan.columns[place].val_ids.tolist() == part.columns[i].val_ids.tolist()
+                assert owner[place].train_ids.tolist() == group.train_ids.tolist()
+                assert owner[place].labels.tolist() == group.labels.tolist()
+    assert plans[0].chance == [0.1, 0.1] and plans[2].chance == [0.05, 0.05]

@@ -89,30 +89,51 @@ def outcome(lr: float, last: float = 0.625, *, was_there: bool = False) -> Evalu
     return Evaluated(target=target(), path=Path("runs/pnr/evaluations/x.json"), evaluation=made, was_there=was_there)
 
 
-def test_the_table_of_a_run() -> None:
+def test_the_tables_of_a_run() -> None:
     text = printed(summary([outcome(3.0, was_there=True)]))
-    for words in ("runs/pnr · moco pnr · linear · all", "62.50", "S 0.00", "P -25.00", "F 15.00", "evaluated before"):
+    for words in ("runs/pnr", "linear", "62.50", "0.00", "-25.00", "evaluated before", "random encoder"):
         assert words in text, words
-    assert "single task" in text and "random" in text
+    assert "single task" not in text and "--tables" in text
+    text = printed(summary([outcome(3.0)], tables=True))
+    for words in ("runs/pnr · moco pnr · linear · all", "S 0.00", "P -25.00", "F 15.00", "single task", "random"):
+        assert words in text, words
+    assert "evaluated before" not in text
 
 
 def test_no_metric_is_shown_as_minus_zero() -> None:
     made = replace(outcome(3.0), evaluation=evaluation(metrics=Metrics(A=[0.5, 0.5], numbers={"P": -1e-9, "F": -1e-3})))
-    text = printed(summary([made]))
-    assert "P 0.00" in text and "F -0.10" in text
+    text = printed(summary([made], tables=True))
+    assert "P 0.00" in text and "F -0.10" in text and "-0.00" not in text
 
 
-def test_the_table_of_a_grid_names_what_differs() -> None:
+def test_a_grid_has_a_table_for_each_setting_that_differs() -> None:
     text = printed(summary([outcome(3.0), outcome(0.3, last=0.7)]))
-    assert "lr 3.0" in text and "lr 0.3, the best A of these" in text and "epochs" not in text
-    assert text.count("task 0") == 1
+    assert "linear, lr 3.0" in text and "linear, lr 0.3" in text and "epochs" not in text
+
+
+def test_one_row_per_run_and_one_group_of_columns_per_scope() -> None:
+    made = [replace(outcome(3.0), evaluation=evaluation(scope=scope)) for scope in ("all", "per-task")]
+    other = [replace(one, target=target("runs/cassle")) for one in made]
+    lines = printed(summary([*made, *other])).splitlines()
+    rows = [line.split()[0] for line in lines if line.strip()]
+    assert rows.count("runs/pnr") == rows.count("runs/cassle") == 1
+    assert any("all" in line and "per-task" in line for line in lines)
+
+
+def test_downstream_rows_have_labels() -> None:
+    made = evaluation(scope="downstream:pets")
+    unseen = [replace(one, seen=[], path=f"encoders/task{one.task}.safetensors") for one in made.checkpoints]
+    text = printed(matrix(replace(made, checkpoints=unseen)))
+    assert "task 0" in text and "task 1" in text
+    text = printed(matrix(replace(made, checkpoints=[replace(one, path="a/their.pth") for one in unseen])))
+    assert text.count("their.pth") == 2
 
 
 def test_the_only_encoder_of_a_joint_run_has_learnt_all_tasks() -> None:
     two = evaluation()
     joint = replace(
         two,
-        checkpoints=[replace(two.checkpoints[0], seen=[0, 1])],
+        checkpoints=[replace(two.checkpoints[0], seen=[0, 1], path="encoders/joint.safetensors")],
         top1=two.top1[:1],
         top5=two.top5[:1],
         metrics=Metrics(A=[0.375]),
@@ -133,5 +154,5 @@ def test_many_tasks_and_missing_metrics() -> None:
     text = printed(matrix(wide), width=160)
     assert "task 11" in text and "task 12" not in text and "..." in text and "forgetting" not in text
     shown = replace(outcome(3.0), evaluation=wide)
-    twice = printed(summary([shown, replace(shown, target=target("runs/cassle"))]), width=160)
+    twice = printed(summary([shown, replace(shown, target=target("runs/cassle"))], tables=True), width=160)
     assert twice.count("S is not known.") == 1 and twice.count("linear · all") == 2

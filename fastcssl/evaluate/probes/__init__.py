@@ -33,10 +33,17 @@ ProbeSettings = TypeVar("ProbeSettings")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProbedEncoder(Generic[ProbeSettings]):
-    """An encoder, and the settings of the classifiers to train on it, one classifier per setting."""
+    """An encoder, and the settings of the classifiers to train on it, one classifier per setting and group.
+
+    `groups`: the numbers of the groups to train classifiers for; None means all. The others have no hits.
+    """
 
     encoder: nn.Module
     settings: tuple[ProbeSettings, ...]
+    groups: frozenset[int] | None = None
+
+    def needs(self, group: int) -> bool:
+        return self.groups is None or group in self.groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +136,17 @@ def rows_of(found: Features, ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") 
     return found if bool(mine_N.all()) else found[mine_N]
 
 
-def hits(plan: Plan, val: Features, guess: Callable[[int, Features], Tensor]) -> Hits:
-    """Counts the correct guesses. `guess` maps a group's number and validation rows to labels [M, 5], -1 for none."""
+def hits(
+    plan: Plan, val: Features, guess: Callable[[int, Features], Tensor], needs: Callable[[int], bool] = lambda _: True
+) -> Hits:
+    """Counts the correct guesses. `guess` maps a group's number and validation rows to labels [M, 5], -1 for none.
+
+    Groups that are not needed are left out.
+    """
     top1, top5 = [0] * len(plan.columns), [0] * len(plan.columns)
     for number, group in enumerate(plan.groups):
+        if not needs(number):
+            continue
         rows = rows_of(val, np.concatenate([plan.columns[i].val_ids for i in group.columns]))
         right_M5 = guess(number, rows) == rows.label_N[:, None]
         id_M = rows.id_N.cpu().numpy()
@@ -159,34 +173,3 @@ def on_all_ranks(
     for (e, _), (top1, top5) in zip(places, whole, strict=True):
         results[e].append(Hits(top1=tuple(top1), top5=tuple(top5)))
     return results
-
-
-def from_features(
-    contenders: Sequence[ProbedEncoder[ProbeSettings]],
-    bench: Bench,
-    guess: Callable[[Features, Features, ProbeSettings], Tensor],
-) -> list[list[Hits]]:
-    """Embeds the validation and the training images once each, and returns the hits by encoder and setting.
-
-    The ranks divide the encoders among them. `guess` maps training rows, validation rows and settings to labels [M, 5],
-    -1 for none.
-    """
-
-    def mine(e: int) -> bool:
-        return e % bench.world.size == bench.world.rank
-
-    encoders = [contender.encoder for contender in contenders]
-    val_E, train_E = (bench.features(encoders, split, mine=mine) for split in ("val", "train"))
-    found: dict[tuple[int, int], Hits] = {}
-    for e, (train, val) in enumerate(zip(train_E, val_E, strict=True)):
-        if train is None or val is None:
-            continue
-        for s, settings in enumerate(contenders[e].settings):
-
-            def of_group(
-                group: int, rows: Features, train: Features = train, settings: ProbeSettings = settings
-            ) -> Tensor:
-                return guess(rows_of(train, bench.plan.groups[group].train_ids), rows, settings)
-
-            found[e, s] = hits(bench.plan, val, of_group)
-    return on_all_ranks(found, [len(item.settings) for item in contenders], len(bench.plan.columns), bench.world)

@@ -7,7 +7,6 @@ It computes in full float32 and returns the same result on every call. N: traini
 width, C: classes.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcssl.evaluate.features import Features, check, full_float32
-from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, from_features
+from fastcssl.evaluate.probes import Bench
 
 _VAL_CHUNK = 1024
 _MAX_ELEMENTS = 1 << 24  # largest size of a temporary tensor
@@ -133,10 +132,6 @@ class CachedSettings:
     max_iterations: int = 100
 
 
-def run(contenders: Sequence[ProbedEncoder[CachedSettings]], bench: Bench) -> list[list[Hits]]:
-    """Fits all classifiers and returns their hits, [encoder][setting]."""
-
-    def guess(train: Features, rows: Features, settings: CachedSettings) -> Tensor:
-        return fit_linear(train, device=bench.device, **asdict(settings)).guess(rows)
-
-    return from_features(contenders, bench, guess)
+def guess(train: Features, val: Features, settings: CachedSettings, bench: Bench) -> Tensor:
+    """Fits a classifier to the training rows and returns its guesses [M, 5] for the validation rows."""
+    return fit_linear(train, device=bench.device, **asdict(settings)).guess(val)

@@ -4,7 +4,7 @@ It computes in full float32 and returns the same result on every call. N: traini
 width, C: classes, k: neighbours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcssl.evaluate.features import Features, check, full_float32
-from fastcssl.evaluate.probes import Bench, Hits, ProbedEncoder, from_features
+from fastcssl.evaluate.probes import Bench
 
 KnnMetric = Literal["cosine", "euclidean"]
 
@@ -61,22 +61,12 @@ def knn(
     check("val", val, num_classes)
     home = val.h_NF.device
     device = home if device is None else torch.device(device)
-    k = min(k, len(train))
-    val_MF, label_M = val.h_NF.to(device), val.label_N.to(device)
-    if metric == "cosine":
-        val_MF = F.normalize(val_MF, dim=1)
+    val_MF = _prepared(val.h_NF.to(device), metric)
     with torch.no_grad(), full_float32():
-        neighbour_Mk = _nearest(train.h_NF, val_MF, k, metric, train_chunk, val_chunk)
-        rows = max(1, min(val_chunk, _MAX_ELEMENTS // (k * val_MF.shape[1]), _MAX_ELEMENTS // num_classes))
-        guesses = []
-        for begin in range(0, len(val_MF), rows):
-            neighbour_Bk = neighbour_Mk[begin : begin + rows]
-            near_BkF = train.h_NF[neighbour_Bk.to(train.h_NF.device)].to(device)
-            weight_Bk = _weights(val_MF[begin : begin + rows], near_BkF, metric, temperature)
-            label_Bk = train.label_N[neighbour_Bk.to(train.label_N.device)].to(device)
-            guesses.append(_guesses(weight_Bk, label_Bk, num_classes))
-    guess_M5 = torch.cat(guesses)
-    hit_M5 = guess_M5 == label_M[:, None]
+        chunks = (part.to(device) for part in torch.split(train.h_NF, train_chunk))
+        neighbour_Mk = _nearest(chunks, val_MF, min(k, len(train)), metric, val_chunk)
+        guess_M5 = _vote(train, val_MF, neighbour_Mk, metric, temperature, num_classes, val_chunk)
+    hit_M5 = guess_M5 == val.label_N.to(device)[:, None]
     num_val = len(val)
     return KnnResult(
         top1=int(hit_M5[:, 0].sum()) / num_val,
@@ -85,24 +75,63 @@ def knn(
     )
 
 
-def _nearest(train_NF: Tensor, val_MF: Tensor, k: int, metric: KnnMetric, train_chunk: int, val_chunk: int) -> Tensor:
-    """Returns the indices [M, k] of the nearest training rows, nearest first, in one pass over the training rows."""
-    device = val_MF.device
-    best_Mk = torch.full((len(val_MF), k), torch.iinfo(torch.int64).min, device=device)
-    for begin in range(0, len(train_NF), train_chunk):
-        train_CF = train_NF[begin : begin + train_chunk].to(device)
-        index_C = torch.arange(begin, begin + len(train_CF), device=device)
+def _prepared(h_NF: Tensor, metric: KnnMetric) -> Tensor:
+    return F.normalize(h_NF, dim=1) if metric == "cosine" else h_NF
+
+
+def _nearest(
+    chunks: Iterable[Tensor],
+    val_MF: Tensor,
+    k: int,
+    metric: KnnMetric,
+    val_chunk: int,
+    is_mine: Callable[[int], bool] = lambda _: True,
+) -> Tensor:
+    """Returns the indices [M, k] of the nearest training rows, nearest first, in one pass over the training rows.
+
+    `is_mine`: whether to look for the neighbours of a chunk of validation rows, by its number. The indices of the
+    others are 0.
+    """
+    device, begin = val_MF.device, 0
+    mine = [at for number, at in enumerate(range(0, len(val_MF), val_chunk)) if is_mine(number)]
+    best_Mk = torch.full((len(val_MF), k), _LOW_BITS, device=device)  # the key of index 0
+    for at in mine:
+        best_Mk[at : at + val_chunk] = torch.iinfo(torch.int64).min
+    for chunk_CF in chunks:
+        train_CF = _prepared(chunk_CF, metric)
+        index_C = torch.arange(begin, begin := begin + len(train_CF), device=device)
         if metric == "cosine":
-            train_CF = F.normalize(train_CF, dim=1)
             bias_C = torch.zeros(len(train_CF), device=device)
         else:  # d^2 = |v|^2 + |t|^2 - 2 v.t, where |v|^2 is the same along a row
             bias_C = train_CF.square().sum(dim=1).mul_(-0.5)
-        for at in range(0, len(val_MF), val_chunk):
+        for at in mine:
             score_BC = torch.addmm(bias_C, val_MF[at : at + val_chunk], train_CF.T)
             found_Bk = _keys(score_BC, index_C).topk(min(k, len(train_CF)), dim=1).values
             both = torch.cat((best_Mk[at : at + val_chunk], found_Bk), dim=1)
             best_Mk[at : at + val_chunk] = both.topk(k, dim=1).values
     return _LOW_BITS - (best_Mk & _LOW_BITS)
+
+
+def _vote(
+    train: Features,
+    val_MF: Tensor,
+    neighbour_Mk: Tensor,
+    metric: KnnMetric,
+    temperature: float,
+    num_classes: int,
+    val_chunk: int,
+) -> Tensor:
+    """Returns the guesses [M, 5] that the neighbours of each validation row vote for."""
+    k, device = neighbour_Mk.shape[1], val_MF.device
+    rows = max(1, min(val_chunk, _MAX_ELEMENTS // (k * val_MF.shape[1]), _MAX_ELEMENTS // num_classes))
+    guesses = []
+    for begin in range(0, len(val_MF), rows):
+        neighbour_Bk = neighbour_Mk[begin : begin + rows]
+        near_BkF = train.h_NF[neighbour_Bk.to(train.h_NF.device)].to(device)
+        weight_Bk = _weights(val_MF[begin : begin + rows], near_BkF, metric, temperature)
+        label_Bk = train.label_N[neighbour_Bk.to(train.label_N.device)].to(device)
+        guesses.append(_guesses(weight_Bk, label_Bk, num_classes))
+    return torch.cat(guesses)
 
 
 _LOW_BITS = (1 << 32) - 1
@@ -153,11 +182,39 @@ class KnnSettings:
     temperature: float = 0.07  # used by the cosine metric only
 
 
-def run(contenders: Sequence[ProbedEncoder[KnnSettings]], bench: Bench) -> list[list[Hits]]:
-    """Classifies the validation images by k-NN and returns the hits, [encoder][setting]."""
+def guess(train: Features, val: Features, settings: KnnSettings, bench: Bench) -> Tensor:
+    """Returns the guesses [M, 5] for the validation rows."""
+    num_classes = len(bench.data.manifest.classes)
+    return knn(train, val, num_classes=num_classes, device=bench.device, **asdict(settings)).guess_M5
 
-    def guess(train: Features, rows: Features, settings: KnnSettings) -> Tensor:
+
+def guess_on_all_ranks(
+    train: Features | None, val: Features, settings: KnnSettings, bench: Bench, *, val_chunk: int = _VAL_CHUNK
+) -> Tensor | None:
+    """Returns what `guess` returns, with the search divided among the ranks by chunks of validation rows.
+
+    All ranks call this with the same validation rows. One of them has the training rows and gets the guesses; the
+    others pass None and get None. The training rows travel in chunks, so that no rank needs a second copy of them.
+    """
+    world, metric = bench.world, settings.metric
+    num_train = world.agree(len(train) if train is not None else 0)
+    val_MF = _prepared(val.h_NF.to(bench.device), metric)
+
+    def chunks() -> Iterator[Tensor]:
+        for begin in range(0, num_train, _TRAIN_CHUNK):
+            if train is None:
+                part_CF = val_MF.new_zeros(min(_TRAIN_CHUNK, num_train - begin), val_MF.shape[1])
+            else:
+                part_CF = train.h_NF[begin : begin + _TRAIN_CHUNK].to(bench.device, copy=True)
+            yield world.add_over_ranks_(part_CF)
+
+    with torch.no_grad(), full_float32():
+        k = min(settings.k, num_train)
+        found_Mk = _nearest(chunks(), val_MF, k, metric, val_chunk, lambda n: n % world.size == world.rank)
+        neighbour_Mk = world.add_over_ranks_(found_Mk)
+        if train is None:
+            return None
         num_classes = len(bench.data.manifest.classes)
-        return knn(train, rows, num_classes=num_classes, device=bench.device, **asdict(settings)).guess_M5
-
-    return from_features(contenders, bench, guess)
+        return _vote(train, val_MF, neighbour_Mk, metric, settings.temperature, num_classes, val_chunk).to(
+            val.h_NF.device
+        )

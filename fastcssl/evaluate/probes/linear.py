@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -148,7 +147,9 @@ class Training:
             lanes = []
             for number, group in enumerate(bench.plan.groups):
                 by_size: dict[int, _Lane] = {}
-                for settings, heads in zip(contender.settings, by_setting, strict=True):
+                for settings, heads in (
+                    zip(contender.settings, by_setting, strict=True) if contender.needs(number) else ()
+                ):
                     # A group may have fewer images than one batch, which would be dropped as incomplete.
                     size = min(settings.batch_size, len(group.train_ids))
                     if size not in by_size:
@@ -205,9 +206,9 @@ def run(
     encoders = [contender.encoder for contender in contenders]
     labels = [torch.from_numpy(group.labels).to(bench.device) for group in bench.plan.groups]
     found = []
-    for by_setting, val in zip(training.heads, bench.features(encoders, "val"), strict=True):
+    for by_setting, val, contender in zip(training.heads, bench.features(encoders, "val"), contenders, strict=True):
         assert val is not None
-        found.append([_hits(heads, val, labels, bench) for heads in by_setting])
+        found.append([_hits(heads, val, labels, bench, contender) for heads in by_setting])
     return found
 
 
@@ -257,31 +258,35 @@ def train(
 
 
 class Members:
-    """Finds the rows of a batch that belong to each group, and their classes within the group."""
+    """Finds the rows of a batch that belong to each group, and their classes within the group.
+
+    A row may belong to several groups, or to none.
+    """
 
     def __init__(self, bench: Bench) -> None:
-        groups, num_classes = bench.plan.groups, len(bench.data.manifest.classes)
-        ids, owner = (
-            np.concatenate([group.train_ids for group in groups]),
-            np.repeat(np.arange(len(groups)), [len(group.train_ids) for group in groups]),
-        )
-        order = np.argsort(ids)
-        self._id_S, self._owner_S = (torch.from_numpy(x[order]).to(bench.device) for x in (ids, owner))
-        self._class_of_label = []
-        for group in groups:
-            class_of_label = torch.full((num_classes,), -1, dtype=torch.int64)
+        self._groups: list[tuple[Tensor, Tensor]] = []
+        for group in bench.plan.groups:
+            class_of_label = torch.full((len(bench.data.manifest.classes),), -1, dtype=torch.int64)
             class_of_label[torch.from_numpy(group.labels)] = torch.arange(len(group.labels))
-            self._class_of_label.append(class_of_label.to(bench.device))
+            self._groups.append((torch.from_numpy(group.train_ids).to(bench.device), class_of_label.to(bench.device)))
 
     def of(self, label_N: Tensor, id_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns for each group a mask of its rows, and the classes of those rows."""
-        place_N = torch.searchsorted(self._id_S, id_N).clamp_(max=len(self._id_S) - 1)
-        owner_N = torch.where(self._id_S[place_N] == id_N, self._owner_S[place_N], -1)  # padding belongs to no group
-        rows = [owner_N == group for group in range(len(self._class_of_label))]
-        return [(mine_N, classes[label_N[mine_N]]) for mine_N, classes in zip(rows, self._class_of_label, strict=True)]
+        found = []
+        for id_S, class_of_label in self._groups:
+            place_N = torch.searchsorted(id_S, id_N).clamp_(max=len(id_S) - 1)
+            mine_N = id_S[place_N] == id_N
+            found.append((mine_N, class_of_label[label_N[mine_N]]))
+        return found
 
 
-def _hits(heads: Sequence[Head], val: Features, labels: Sequence[Tensor], bench: Bench) -> Hits:
+def _hits(
+    heads: Sequence[Head],
+    val: Features,
+    labels: Sequence[Tensor],
+    bench: Bench,
+    contender: ProbedEncoder[LinearSettings],
+) -> Hits:
     """Counts the correct guesses. A classifier whose weights overflowed makes no guess."""
 
     def guess(group: int, rows: Features) -> Tensor:
@@ -291,4 +296,4 @@ def _hits(heads: Sequence[Head], val: Features, labels: Sequence[Tensor], bench:
             return torch.full((len(rows), 5), -1, device=rows.h_NF.device)
         return guesses(head.weight_CF, head.bias_C, labels[group], rows)
 
-    return hits(bench.plan, val, guess)
+    return hits(bench.plan, val, guess, contender.needs)
