@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dataprep.help import grid
-from fastcssl.cli.flag_names import source_of
-from fastcssl.config.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, Recipe, flat
+from fastcssl.cli.declared import NOTHING, declared, source_of
+from fastcssl.config.recipes import ABLATIONS, COMMAND_LINE, OURS, RECIPES, Recipe, Settings, flat, settled
+from fastcssl.config.recipes.own_data import facts_of
 
 PROG = "fastcssl-train"
 PluginKind = Literal["methods", "strategies"]
@@ -188,28 +189,57 @@ def usage(words: Sequence[str] = ()) -> RenderableType:
     )
 
 
-def flags(words: Sequence[str], found: Recipe, out: Path) -> RenderableType:
-    """Returns the help page for the three words: the common flags, then all others in groups."""
-    config, about_of = dict(flat(found.config)), dict(_comments(found.config))
+def flags(
+    words: Sequence[str], shown: Mapping[str, Any], about_of: Mapping[str, str], out: Path, *, awaits_data: bool
+) -> RenderableType:
+    """Returns the help page for the three words: the common flags, then all others in groups.
+
+    `shown`: the recipe's value of each setting, by dotted key; `about_of`: its description.
+    """
     common = grid()
     for flag, metavar, about, key in COMMON:
-        value = config[key] if key else None
+        value = shown[key] if key else None
         text = f"{about}; by default {out}" if flag == "--out" else about
         common.add_row(_flag(flag, metavar if key is None or value is None else plain_value(key, value)), Text(text))
     parts: list[RenderableType] = [
         Text.assemble(("usage: ", "bold"), " ".join((PROG, *words)), " --data DIR [--out RUN] [FLAGS]\n"),
-        *([Text(f"{_AWAITS_DATA}\n", "bold yellow")] if found.awaits_data else []),
+        *([Text(f"{_AWAITS_DATA}\n", "bold yellow")] if awaits_data else []),
         common,
         Text("\nAll other flags, with this recipe's values. --list shows their sources.", "dim"),
     ]
-    shown = {key for *_, key in COMMON}
-    for heading, keys in _groups(found):
+    common_keys = {key for *_, key in COMMON}
+    for group, heading in _GROUPS.items():
         rows = grid()
-        for key, value in keys.items():
-            if key not in shown:
+        for key, value in shown.items():
+            if _group(key) == group and key not in common_keys:
                 rows.add_row(_flag(flag_of(key), plain_value(key, value)), Text(about_of[key], "dim"))
         parts += [Text(f"\n{heading}", "bold"), rows]
     return Group(*parts)
+
+
+def read_settings(words: Sequence[str], settings: Settings, data: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the values and the descriptions of all settings, read from source text and from the tables of recipes.
+
+    Raises one of `declared.UNREADABLE` if a plug-in's source does not tell them.
+    """
+    name, method, strategy = words
+    facts = facts_of(data) if RECIPES[name].follows_data and data is not None else None
+    table = {key: value for key, (value, _) in settled(name, method, strategy, settings, facts).items()}
+    known = declared(method, strategy)
+    values = {key: table.get(key, item.default) for key, item in known.items()}
+    if missing := [key for key, value in values.items() if value is NOTHING]:
+        raise LookupError(f"no table and no default has {missing[0]}")
+    return values, {key: _about(item.choices if not item.kinds else (), item.about) for key, item in known.items()}
+
+
+def imported_settings(found: Recipe) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns what `read_settings` returns, from the classes themselves, which imports torch."""
+    values, about_of = dict(flat(found.config)), dict(_comments(found.config))
+    return {key: values[key] for key in values if key != "recipe"}, {k: about_of[k] for k in about_of if k != "recipe"}
+
+
+def _about(choices: Iterable[str], comment: str | None) -> str:
+    return "; ".join(filter(None, (" | ".join(choices), comment)))
 
 
 def _flag(flag: str, value: str) -> Text:
@@ -228,5 +258,5 @@ def _comments(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _comments(value, f"{prefix}{field.name}.")
             continue
         hint = hints[field.name]
-        choices = " | ".join(typing.get_args(hint)) if typing.get_origin(hint) is Literal else ""
-        yield f"{prefix}{field.name}", "; ".join(filter(None, (choices, said.get(field.name))))
+        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+        yield f"{prefix}{field.name}", _about(choices, said.get(field.name))

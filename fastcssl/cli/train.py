@@ -15,9 +15,20 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from dataprep.suggest import nearest
+from fastcssl.cli.declared import UNREADABLE, check_flags, epochs_of
 from fastcssl.cli.exit_codes import ExitCode, after_signal, ended, explained, together
-from fastcssl.cli.flag_names import check_flags
-from fastcssl.cli.listing import PROG, catalogue, everything, flag_of, flags, plain_value, usage, values
+from fastcssl.cli.listing import (
+    PROG,
+    catalogue,
+    everything,
+    flag_of,
+    flags,
+    imported_settings,
+    plain_value,
+    read_settings,
+    usage,
+    values,
+)
 from fastcssl.config.recipes import RECIPES, Recipe, Settings, flat, recipe
 from fastcssl.config.recipes.own_data import name_of
 from fastcssl.errors import UserError
@@ -69,20 +80,30 @@ def _run(args: list[str], console: Console) -> int:
             return ExitCode.OK
         words += _LISTED[len(words) - 1 :]
     elif len(words) < 3:
-        if wants_help:
+        if wants_help or not words:
             console.print(usage(words))
-            return ExitCode.OK
+            return ExitCode.OK if wants_help else ExitCode.MISTAKE
         raise UserError(_missing(words))
     check_flags(words, args)
-    found = recipe(*words, settings=settings, data=_data(args))
     if wants_help:
-        console.print(flags(words, found, _default_out(words, found.config.seed, _data(args))))
+        console.print(_help(words, settings, _data(args)))
         return ExitCode.OK
+    found = recipe(*words, settings=settings, data=_data(args))
     options, changed = parsed(words, found, args, speaks=not console.quiet)
     if wants_list:
         console.print(values(words, settings, changed))
         return ExitCode.OK
     return _with_options(words, options, changed, args, console)
+
+
+def _help(words: Sequence[str], settings: Settings, data: Path | None) -> RenderableType:
+    """Returns the page of all flags. Only a plug-in whose source cannot be read is imported for it."""
+    try:
+        known, about_of = read_settings(words, settings, data)
+    except UNREADABLE:
+        known, about_of = imported_settings(recipe(*words, settings=settings, data=data))
+    awaits_data = RECIPES[words[0]].follows_data and data is None
+    return flags(words, known, about_of, _default_out(words, known["seed"], data), awaits_data=awaits_data)
 
 
 def _settings(args: list[str]) -> tuple[Settings, list[str]]:
@@ -167,15 +188,6 @@ def parsed(words: Sequence[str], found: Recipe, args: list[str], *, speaks: bool
         raise UserError(str(error)) from None
     options = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainOptions)}
     return TrainOptions(**options), found.changed_to(config)
-
-
-def epochs_of(text: str) -> int | tuple[int, ...]:
-    """Returns the value of --epochs: a number, or the numbers of a list that commas separate."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"--epochs {text}: give a number, or one number for each task, such as --epochs 100,50,50.")
-    numbers = tuple(map(int, parts))
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _switched(args: Sequence[str], found: Recipe) -> Iterator[str]:
