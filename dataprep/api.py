@@ -4,7 +4,6 @@ The functions print nothing unless a console is given. A user's mistake raises a
 `ManifestError`, which is a `PrepError` too.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from dataprep.build import BuildJob, BuildResult, build
 from dataprep.contents import contact_sheet, save_png
+from dataprep.cores import usable_cores
 from dataprep.encode import Check, Encoding, Resize
 from dataprep.errors import PrepError
 from dataprep.manifest import Manifest, load_manifest, manifest_path
@@ -242,4 +242,4 @@ def _formats(asked: Sequence[str] | None, source: Source, resize: Resize) -> tup
 def _workers(asked: int | None) -> int:
     if asked is not None and asked < 1:
         raise PrepError(f"--workers {asked} is too small. Use at least 1.")
-    return asked or len(os.sched_getaffinity(0))
+    return asked or usable_cores()

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dataprep.cores import usable_cores
 from dataprep.manifest import manifest_path
 from dataprep.suggest import nearest
 from fastcssl.config.config import Config, plain
@@ -107,7 +107,7 @@ class Run:
             precision={torch.bfloat16: "bf16", torch.float16: "fp16", None: "fp32"}[self.amp_dtype],
             compile=self.config.compile,
             num_threads=self.config.run.num_threads or usual_threads(),
-            num_cores=len(os.sched_getaffinity(0)),
+            num_cores=usable_cores(),
             num_ranks=self.world.size,
         )
 

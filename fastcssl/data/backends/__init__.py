@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dataprep.cores import usable_cores
 from fastcssl.data.prepared import Prepared
 from fastcssl.data.views import Policy
 from fastcssl.errors import UserError
@@ -119,7 +120,7 @@ INSTALL = {
 
 def usual_threads() -> int:
     """Returns the default number of threads: one per usable core. The ranks on one machine share the cores."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @cache
