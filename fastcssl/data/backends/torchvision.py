@@ -37,6 +37,7 @@ class TorchvisionBackend:
         self._data, self._policy = data, config.policy
         self._pinned = config.device.type == "cuda"
         self._format = format_of(type(self), data)
+        self._reader_of = formats()[self._format].reader
         self._readers: dict[int, ShardReader] = {}  # by number in the manifest
         self._seconds = {"decode": 0.0, "crop": 0.0}  # decoding includes reading
 
@@ -87,7 +88,7 @@ class TorchvisionBackend:
 
     def _reader(self, shard: int) -> ShardReader:
         if shard not in self._readers:
-            self._readers[shard] = formats()[self._format].reader(self._data.shard_path(shard))
+            self._readers[shard] = self._reader_of(self._data.shard_path(shard))
         return self._readers[shard]
 
     def stage_seconds(self) -> dict[str, float]:
