@@ -164,7 +164,7 @@ def native() -> Extension:
     """Returns the engine of the native loader."""
     sources = ["csrc/register.cpp", "csrc/device/device_cuda.cu" if find_cuda() else "csrc/device/device_cpu.cpp"]
     sources += ["csrc/codec/jpeg.cpp", "csrc/codec/resize.cpp"]
-    sources += ["csrc/views/cropper.cpp", "csrc/views/engine.cpp", *PHOTOMETRIC]
+    sources += ["csrc/views/cropper.cpp", "csrc/views/engine.cpp", "csrc/views/mapped_file.cpp", *PHOTOMETRIC]
     return Pybind11Extension(
         "fastcssl.data._native",
         sources,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "python_errors.h"
 #include "views/engine.h"
 
 namespace py = pybind11;
@@ -67,9 +68,23 @@ std::shared_ptr<Job> submit(Engine& engine, const Array<std::int32_t>& shard_N, 
   return job;
 }
 
+// Returns the bytes of a file as an array that stays mapped as long as it lives, without a descriptor. (numpy's memmap
+// keeps one per file.)
+py::array_t<std::uint8_t> map_bytes(const std::string& path) {
+  auto file = std::make_unique<MappedFile>(path);
+  const std::uint8_t* data = file->data();
+  const auto size = static_cast<py::ssize_t>(file->size());
+  const py::capsule owner(file.release(), [](void* mapped) { delete static_cast<MappedFile*>(mapped); });
+  py::array_t<std::uint8_t> bytes(size, data, owner);
+  py::detail::array_proxy(bytes.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  return bytes;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
+  py::register_exception<ShardFault>(m, "ShardFault");
+  fastcssl::translate_file_errors();
   m.def("cuda_status", [] {
     fastcssl::device::CudaStatus status;
     {
@@ -89,16 +104,17 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<View>(m, "View").def(py::init(&view_from), py::kw_only(), py::arg("size_px"), py::arg("bicubic"),
                                   py::arg("antialias"), py::arg("stop_at_box"), py::arg("mean"), py::arg("std"));
-  py::class_<Job, std::shared_ptr<Job>>(m, "Job");
+  m.def("map_bytes", &map_bytes, py::arg("path"));
+  py::class_<Job, std::shared_ptr<Job>>(m, "Job").def_readonly("shard_fault", &Job::shard_fault);
   py::class_<Engine>(m, "Engine")
       .def(py::init([](const std::vector<View>& views, int num_threads) {
              if (num_threads < 1 || views.empty()) throw std::invalid_argument("an engine needs views and a thread");
              return std::make_unique<Engine>(views, num_threads);
            }),
            py::arg("views"), py::arg("num_threads"))
-      .def("map", &Engine::map, py::arg("path"), py::call_guard<py::gil_scoped_release>())
-      .def("map_array", &Engine::map_array, py::arg("path"), py::arg("data_offset"), py::arg("count"),
-           py::arg("height"), py::arg("width"), py::call_guard<py::gil_scoped_release>())
+      .def("map", &Engine::map, py::arg("path"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>())
+      .def("map_array", &Engine::map_array, py::arg("path"), py::arg("num_bytes"), py::arg("data_offset"),
+           py::arg("count"), py::arg("height"), py::arg("width"), py::call_guard<py::gil_scoped_release>())
       .def("submit", &submit, py::kw_only(), py::arg("shard_N"), py::arg("place_N"), py::arg("bytes_N"),
            py::arg("width_N"), py::arg("height_N"), py::arg("box_VN4"), py::arg("columns_VNC"), py::arg("crops_V"),
            py::arg("views_V"), py::arg("type"))

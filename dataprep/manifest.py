@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args, get_type_hints
 
-from dataprep.errors import PrepError
+from dataprep.errors import PrepError, unreadable
 
 SCHEMA_VERSION = 1
 DEFAULT_NAME = "manifest"
@@ -177,7 +177,7 @@ def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ManifestError(f"{path} cannot be read ({error.strerror}). Check its permissions.") from None
+        raise ManifestError(unreadable(path, error, "Check its permissions.")) from None
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{path} is not valid JSON ({error}). Restore it or run fastcssl-prep again.") from None
     version = content.get("schema") if isinstance(content, dict) else None
@@ -193,12 +193,17 @@ def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
         raise ManifestError(f"{error} Restore it from a copy, or run fastcssl-prep again.") from None
     if check_sizes:
         for entry in manifest.files():
-            file = entry.path_in(path.parent)
-            size = file.stat().st_size if file.is_file() else None
-            if size != entry.bytes:
-                found = "is missing" if size is None else f"has {size} bytes instead of {entry.bytes}"
-                raise ManifestError(f"{file} {found}. Restore it from a copy, or build the data set again.")
+            check_size(entry, path.parent)
     return manifest
+
+
+def check_size(entry: FileEntry, folder: Path) -> None:
+    """Raises ManifestError if a file is missing or does not have the size that the manifest says."""
+    file = entry.path_in(folder)
+    size = file.stat().st_size if file.is_file() else None
+    if size != entry.bytes:
+        found = "is missing" if size is None else f"has {size} bytes instead of {entry.bytes}"
+        raise ManifestError(f"{file} {found}. Restore it from a copy, or build the data set again.")
 
 
 def _check(manifest: Manifest, path: Path) -> None:

@@ -5,6 +5,8 @@ stored width and height. Quarantined samples keep their row (is_stored = false),
 partitions exactly the samples of the source.
 """
 
+import hashlib
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataprep.errors import unreadable
 from dataprep.manifest import Manifest, ManifestError
+from dataprep.places import check_places
 from dataprep.samples import Samples
 
 Table = npt.NDArray[np.void]
@@ -26,6 +30,10 @@ _COLUMNS: list[tuple[str, str]] = [
     ("width", "<u2"),
     ("height", "<u2"),
 ]
+
+
+_MAX_HEADER_BYTES = 1 << 16
+_RESTORE = "Restore it from a copy, or build the data set again."
 
 
 def place_columns(format: str) -> list[tuple[str, str]]:
@@ -60,14 +68,41 @@ def save_table(table: Table, path: Path) -> None:
 
 
 def load_table(manifest: Manifest, folder: Path) -> Table:
-    """Returns the table of a prepared folder."""
+    """Returns the table of a prepared folder.
+
+    Everything in it is checked: loaders use its numbers as addresses. For 14 million rows (590 MB), the checksum takes
+    about as long as reading the file, and the other checks take a second.
+    """
     path = manifest.samples.path_in(folder)
     try:
-        table: Table = np.load(path, allow_pickle=False)
-    except (OSError, EOFError, ValueError) as error:
-        raise ManifestError(f"{path} cannot be read ({error}). Build the data set again.") from None
+        content = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise ManifestError(unreadable(path, error, _RESTORE)) from None
+    if hashlib.sha256(content.data).hexdigest() != manifest.samples.sha256:
+        raise ManifestError(f"{path} has changed: its checksum differs from the manifest's. {_RESTORE}")
+    table = _parsed(content, path)
     if table.dtype != table_dtype(manifest.formats):
-        raise ManifestError(f"{path} does not have the columns of the manifest's formats. Build the data set again.")
+        raise ManifestError(f"{path} does not have the columns of the manifest's formats. {_RESTORE}")
+    if why := check_places(table, manifest):
+        raise ManifestError(f"{path}: {why}. {_RESTORE}")
+    return table
+
+
+def _parsed(content: npt.NDArray[np.uint8], path: Path) -> Table:
+    """Returns a .npy file of rows without copying it. The header may promise only what the file has."""
+    header = io.BytesIO(content[:_MAX_HEADER_BYTES].tobytes())
+    try:
+        version = np.lib.format.read_magic(header)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(header)
+    except (ValueError, EOFError) as error:
+        raise ManifestError(f"{path} cannot be read ({error}). {_RESTORE}") from None
+    body = content[header.tell() :]
+    if len(shape) != 1 or dtype.hasobject or shape[0] * dtype.itemsize != len(body):
+        raise ManifestError(
+            f"{path} has {len(body)} bytes of rows, which are not {shape} rows of its columns. {_RESTORE}"
+        )
+    table: Table = body.view(dtype)
     return table
 
 
@@ -89,4 +124,6 @@ def rows_of_ids(table: Table, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int6
     found = rows < len(table)
     if not found.all() or not np.array_equal(table["id"][rows], ids):
         raise ManifestError("A task names a sample that the table does not hold. Run fastcssl-prep split again.")
+    if not table["is_stored"][rows].all():
+        raise ManifestError("A task names a sample that is not stored. Run fastcssl-prep split again.")
     return rows

@@ -49,9 +49,13 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> V
     num_images = 0
     table: Table | None = None
     if manifest.samples.path in whole:
-        table = load_table(manifest, folder)
-        for one in (manifest, *others):
-            _check_tasks(one, table, problems)
+        try:
+            table = load_table(manifest, folder)
+        except ManifestError as error:
+            problems.append(str(error))
+        else:
+            for one in (manifest, *others):
+                _check_tasks(one, table, problems)
     if not quick:
         with ImageMeter(console, sum(shard.count for shard in manifest.shards)) as meter:
             for entry in files.values():

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../python_errors.h"
 #include "jpeg.h"
 #include "pool.h"
 #include "resize.h"
@@ -85,6 +86,7 @@ class Transcoder {
 }  // namespace
 
 PYBIND11_MODULE(_codec, m) {
+  fastcssl::translate_file_errors();
   py::enum_<Status>(m, "Status")
       .value("ok", Status::ok)
       .value("foreign", Status::foreign)

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <utility>
 
+#include "../file_error.h"
 #include "resize.h"
 
 namespace fastcssl::codec {
@@ -162,6 +163,7 @@ Stored store_pixels(Image image, const Settings& settings) {
 
 Stored store_path(const std::string& path, const Settings& settings) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0 && (errno == EMFILE || errno == ENFILE)) throw FileError(errno, path);  // the image is not to blame
   if (fd < 0) return damaged(std::string("cannot be opened: ") + std::strerror(errno));
   struct stat info;
   std::string file, fault;

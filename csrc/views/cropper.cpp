@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <exception>
+#include <vector>
+
+#include "mapped_file.h"
 
 namespace fastcssl::views {
 
@@ -14,10 +16,10 @@ bool Cropper::load_jpeg(codec::Bytes jpeg, int width, int height, const codec::R
   return false;
 }
 
-void Cropper::load_pixels(const std::uint8_t* rgb, int width, int height) {
+std::uint8_t* Cropper::room_for_pixels(int width, int height) {
   image_.reset(width, height);
-  std::memcpy(image_.rgb.data(), rgb, image_.num_bytes());
   origin_x_ = origin_y_ = 0;
+  return image_.rgb.data();
 }
 
 void Cropper::crop(const float* box_4, const codec::Filter& filter, int size_px, std::uint8_t* out) {
@@ -40,13 +42,14 @@ void include(codec::Region& region, const float* box_4, const codec::Filter& fil
 
 // Decodes a JPEG and writes its crops, in the calling thread. The C interface is for callers such as numba's code.
 // box_V4: floats. target_V3: for each view, its size in pixels, the address to write to, and its filter
-// (1 bicubic | 2 antialias | 4 stop at the box). Returns 0 if done, -1 if the JPEG is damaged, and -2 if memory ran out
-// or another exception was thrown.
+// (1 bicubic | 2 antialias | 4 stop at the box). Returns 0 if done, -1 if the JPEG is damaged, -2 if memory ran out or
+// another exception was thrown, and -3 if the JPEG lies in a mapped file that no longer has it.
 extern "C" __attribute__((visibility("default"))) std::int64_t fastcssl_crop_jpeg(
     std::int64_t jpeg, std::int64_t num_bytes, std::int64_t width, std::int64_t height, std::int64_t num_views,
     std::int64_t box_V4, std::int64_t target_V3) {
   using namespace fastcssl;
   thread_local views::Cropper cropper;
+  thread_local std::vector<std::uint8_t> copy;
   const float* box = reinterpret_cast<const float*>(box_V4);
   const std::int64_t* target = reinterpret_cast<const std::int64_t*>(target_V3);
   const auto filter_of = [&](std::int64_t view) {
@@ -60,7 +63,10 @@ extern "C" __attribute__((visibility("default"))) std::int64_t fastcssl_crop_jpe
     for (std::int64_t v = 0; v < num_views; ++v)
       views::include(region, box + v * 4, filter_of(v), static_cast<int>(target[v * 3]), w, h);
     std::string fault;
-    const codec::Bytes bytes{reinterpret_cast<const std::uint8_t*>(jpeg), static_cast<std::size_t>(num_bytes)};
+    const auto size = static_cast<std::size_t>(num_bytes);
+    if (copy.size() < size) copy.resize(size);
+    if (!views::copy_mapped(copy.data(), reinterpret_cast<const void*>(jpeg), size)) return -3;
+    const codec::Bytes bytes{copy.data(), size};
     if (!cropper.load_jpeg(bytes, w, h, region, fault)) return -1;
     for (std::int64_t v = 0; v < num_views; ++v)
       cropper.crop(box + v * 4, filter_of(v), static_cast<int>(target[v * 3]),

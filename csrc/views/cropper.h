@@ -13,8 +13,8 @@ class Cropper {
  public:
   // Decodes the region of a JPEG that the boxes need. See include() below.
   bool load_jpeg(codec::Bytes jpeg, int width, int height, const codec::Region& region, std::string& fault);
-  // Loads an image that is already decoded.
-  void load_pixels(const std::uint8_t* rgb, int width, int height);
+  // Returns where to put an image that is already decoded: height x width x 3 bytes.
+  std::uint8_t* room_for_pixels(int width, int height);
   // Writes a box of the loaded image, given in pixels of the whole image, as size_px x size_px x 3 bytes.
   void crop(const float* box_4, const codec::Filter& filter, int size_px, std::uint8_t* out);
 

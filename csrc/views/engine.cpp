@@ -1,15 +1,11 @@
 #include "engine.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 
 #include "cropper.h"
@@ -26,33 +22,27 @@ struct AlignedFree {
   void operator()(void* p) const { std::free(p); }
 };
 
-Shard map_file(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) throw std::runtime_error(path + " cannot be opened: " + std::strerror(errno));
-  struct stat info;
-  Shard shard;
-  if (::fstat(fd, &info) == 0) shard.size = static_cast<std::size_t>(info.st_size);
-  void* data = shard.size ? ::mmap(nullptr, shard.size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
-  const int error = errno;
-  ::close(fd);
-  if (data == MAP_FAILED) throw std::runtime_error(path + " cannot be mapped: " + std::strerror(error));
-  shard.data = static_cast<const std::uint8_t*>(data);
-  return shard;
-}
+// The image of a sample is damaged. Another sample may replace it, unlike after a ShardFault.
+struct SampleFault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // Asks the kernel to fetch a sample that will be needed soon.
-void read_ahead(const Shard& shard, std::size_t offset, std::size_t size) {
+void read_ahead(const MappedFile& file, std::size_t offset, std::size_t size) {
   static const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   const std::size_t begin = offset / page * page;
-  ::madvise(const_cast<std::uint8_t*>(shard.data) + begin, std::min(offset + size, shard.size) - begin, MADV_WILLNEED);
+  ::madvise(const_cast<std::uint8_t*>(file.data()) + begin, std::min(size, file.size() - offset) + offset - begin,
+            MADV_WILLNEED);
 }
 
-// Reads one byte of every page, so that the wait for the disk ends, and is timed, before decoding begins.
-void touch(const std::uint8_t* data, std::size_t size) {
-  static const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  for (std::size_t at = 0; at < size; at += page)
-    static_cast<void>(*static_cast<const volatile std::uint8_t*>(data + at));
-  if (size) static_cast<void>(*static_cast<const volatile std::uint8_t*>(data + size - 1));
+void check_bytes(const MappedFile& file, std::size_t num_bytes) {
+  if (file.size() == num_bytes) return;
+  throw ShardFault(file.path() + " has " + std::to_string(file.size()) + " bytes instead of " +
+                   std::to_string(num_bytes));
+}
+
+[[noreturn]] void refuse(const Shard& shard, const std::string& asked, const std::string& held) {
+  throw ShardFault("The sample table names " + asked + " of " + shard.file.path() + ", which has " + held);
 }
 
 }  // namespace
@@ -60,6 +50,7 @@ void touch(const std::uint8_t* data, std::size_t size) {
 // One thread's buffers, kept from sample to sample.
 struct Engine::Worker {
   Cropper cropper;
+  std::vector<std::uint8_t> jpeg;  // only grows
   std::vector<std::uint8_t> crop;
   std::unique_ptr<void, AlignedFree> scratch;
   std::size_t scratch_bytes = 0;
@@ -102,41 +93,50 @@ Engine::~Engine() {
   }
   wake_.notify_all();
   for (std::thread& thread : threads_) thread.join();
-  for (const Shard& shard : shards_) ::munmap(const_cast<std::uint8_t*>(shard.data), shard.size);
 }
 
-int Engine::map(const std::string& path) {
-  const Shard shard = map_file(path);
-  ::madvise(const_cast<std::uint8_t*>(shard.data), shard.size, MADV_RANDOM);  // samples are read in random order
-  std::lock_guard<std::mutex> lock(mutex_);
-  shards_.push_back(shard);
-  return static_cast<int>(shards_.size()) - 1;
+int Engine::map(const std::string& path, std::size_t num_bytes) {
+  auto shard = std::make_unique<const Shard>(path);
+  check_bytes(shard->file, num_bytes);
+  // Samples are read in random order.
+  ::madvise(const_cast<std::uint8_t*>(shard->file.data()), shard->file.size(), MADV_RANDOM);
+  return add(std::move(shard));
 }
 
-int Engine::map_array(const std::string& path, std::size_t data_offset, std::size_t count, int height, int width) {
-  Shard shard = map_file(path);
-  if (data_offset + count * static_cast<std::size_t>(height) * width * 3 > shard.size) {
-    ::munmap(const_cast<std::uint8_t*>(shard.data), shard.size);
-    throw std::runtime_error(path + " is shorter than its header says");
-  }
-  shard.data_offset = data_offset;
-  shard.pixel_height = height;
-  shard.pixel_width = width;
+int Engine::map_array(const std::string& path, std::size_t num_bytes, std::size_t data_offset, std::size_t count,
+                      int height, int width) {
+  auto shard = std::make_unique<Shard>(path);
+  check_bytes(shard->file, num_bytes);
+  const std::size_t image_bytes = height < 1 || width < 1 ? 0 : static_cast<std::size_t>(height) * width * 3;
+  if (image_bytes == 0 || data_offset > num_bytes || count != (num_bytes - data_offset) / image_bytes ||
+      count * image_bytes != num_bytes - data_offset)
+    throw ShardFault(path + " has " + std::to_string(num_bytes) + " bytes, which are not " + std::to_string(count) +
+                     " images of " + std::to_string(width) + " x " + std::to_string(height) + " pixels");
+  shard->data_offset = data_offset;
+  shard->count = count;
+  shard->pixel_height = height;
+  shard->pixel_width = width;
+  return add(std::move(shard));
+}
+
+int Engine::add(std::unique_ptr<const Shard> shard) {
   std::lock_guard<std::mutex> lock(mutex_);
-  shards_.push_back(shard);
+  shards_.push_back(std::move(shard));
   return static_cast<int>(shards_.size()) - 1;
 }
 
 void Engine::submit(const std::shared_ptr<Job>& job) {
+  watch_for_lost_pages();  // somebody else may have installed a handler since the last batch
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const std::int32_t number : job->shard_N) job->file_N.push_back(&shards_.at(static_cast<std::size_t>(number)));
+    for (const std::int32_t number : job->shard_N)
+      job->file_N.push_back(shards_.at(static_cast<std::size_t>(number)).get());
   }
   for (std::size_t i = 0; i < job->shard_N.size(); ++i) {
     const Shard& shard = *job->file_N[i];
     const std::size_t offset = static_cast<std::size_t>(job->place_N[i]),
                       size = static_cast<std::size_t>(job->bytes_N[i]);
-    if (shard.pixel_height == 0 && offset < shard.size) read_ahead(shard, offset, size);
+    if (shard.pixel_height == 0 && offset < shard.file.size()) read_ahead(shard.file, offset, size);
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -193,70 +193,80 @@ void Engine::work() {
 }
 
 void Engine::do_sample(Worker& worker, Job& job, std::size_t place) {
-  std::string fault;
+  std::string fault, shard_fault;
   worker.start();
   try {
-    if (load(worker, job, place, fault)) {
-      const std::size_t num_samples = job.shard_N.size();
-      for (std::size_t v = 0; v < views_.size(); ++v) {
-        const View& view = views_[v];
-        const float* box = &job.box_VN4[(v * num_samples + place) * 4];
-        const std::size_t crop_bytes = static_cast<std::size_t>(view.size_px) * view.size_px * 3;
-        std::uint8_t* crop;
-        if (job.crops_V[v] != nullptr) {
-          crop = job.crops_V[v] + place * crop_bytes;
-        } else {
-          worker.crop.resize(crop_bytes);
-          crop = worker.crop.data();
-        }
-        worker.cropper.crop(box, view.filter, view.size_px, crop);
-        worker.lap(worker.spent.crop);
-        if (job.views_V[v] != nullptr) {
-          const std::size_t value_bytes = job.type == OutType::float32 ? 4 : 2;
-          photometric_image(crop, view.size_px, view.size_px, &job.columns_VNC[(v * num_samples + place) * kNumColumns],
-                            view.normalisation, job.type,
-                            static_cast<std::uint8_t*>(job.views_V[v]) + place * crop_bytes * value_bytes,
-                            worker.scratch_for(view.size_px));
-          worker.lap(worker.spent.photometric);
-        }
+    load(worker, job, place);
+    const std::size_t num_samples = job.shard_N.size();
+    for (std::size_t v = 0; v < views_.size(); ++v) {
+      const View& view = views_[v];
+      const float* box = &job.box_VN4[(v * num_samples + place) * 4];
+      const std::size_t crop_bytes = static_cast<std::size_t>(view.size_px) * view.size_px * 3;
+      std::uint8_t* crop;
+      if (job.crops_V[v] != nullptr) {
+        crop = job.crops_V[v] + place * crop_bytes;
+      } else {
+        worker.crop.resize(crop_bytes);
+        crop = worker.crop.data();
       }
-      return;
+      worker.cropper.crop(box, view.filter, view.size_px, crop);
+      worker.lap(worker.spent.crop);
+      if (job.views_V[v] != nullptr) {
+        const std::size_t value_bytes = job.type == OutType::float32 ? 4 : 2;
+        photometric_image(crop, view.size_px, view.size_px, &job.columns_VNC[(v * num_samples + place) * kNumColumns],
+                          view.normalisation, job.type,
+                          static_cast<std::uint8_t*>(job.views_V[v]) + place * crop_bytes * value_bytes,
+                          worker.scratch_for(view.size_px));
+        worker.lap(worker.spent.photometric);
+      }
     }
+    return;
+  } catch (const ShardFault& error) {
+    shard_fault = error.what();
   } catch (const std::exception& error) {
     fault = error.what();
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  job.faults.emplace_back(static_cast<int>(place), fault);
+  if (shard_fault.empty()) job.faults.emplace_back(static_cast<int>(place), fault);
+  else if (job.shard_fault.empty()) job.shard_fault = shard_fault;
 }
 
 // Loads the region of the sample that its views need.
-bool Engine::load(Worker& worker, const Job& job, std::size_t place, std::string& fault) {
+void Engine::load(Worker& worker, const Job& job, std::size_t place) {
   const Shard& shard = *job.file_N[place];
-  const std::size_t offset = static_cast<std::size_t>(job.place_N[place]);
-  const std::size_t size = static_cast<std::size_t>(job.bytes_N[place]);
-  if (shard.pixel_height > 0) {
-    const std::size_t image_bytes = static_cast<std::size_t>(shard.pixel_height) * shard.pixel_width * 3;
-    const std::uint8_t* pixels = shard.data + shard.data_offset + offset * image_bytes;
-    if (worker.timed) touch(pixels, image_bytes);
-    worker.lap(worker.spent.read);
-    worker.cropper.load_pixels(pixels, shard.pixel_width, shard.pixel_height);
-    worker.lap(worker.spent.decode);
-    return true;
-  }
-  if (offset > shard.size || size > shard.size - offset) {
-    fault = "it lies outside its shard";
-    return false;
-  }
-  if (worker.timed) touch(shard.data + offset, size);
-  worker.lap(worker.spent.read);
+  const std::int64_t at = job.place_N[place], num_bytes = job.bytes_N[place];
   const int width = job.width_N[place], height = job.height_N[place];
+  if (shard.pixel_height > 0) {
+    if (at < 0 || static_cast<std::uint64_t>(at) >= shard.count)
+      refuse(shard, "row " + std::to_string(at), std::to_string(shard.count) + " rows");
+    if (width != shard.pixel_width || height != shard.pixel_height)
+      refuse(shard, "an image of " + std::to_string(width) + " x " + std::to_string(height) + " pixels",
+             "images of " + std::to_string(shard.pixel_width) + " x " + std::to_string(shard.pixel_height));
+    const std::size_t image_bytes = static_cast<std::size_t>(height) * width * 3;
+    std::uint8_t* pixels = worker.cropper.room_for_pixels(width, height);
+    worker.lap(worker.spent.decode);
+    shard.file.read(shard.data_offset + static_cast<std::size_t>(at) * image_bytes, image_bytes, pixels);
+    worker.lap(worker.spent.read);
+    return;
+  }
+  const std::size_t size = static_cast<std::size_t>(num_bytes);
+  if (at < 0 || num_bytes < 0 || static_cast<std::size_t>(at) > shard.file.size() ||
+      size > shard.file.size() - static_cast<std::size_t>(at))
+    refuse(shard, std::to_string(num_bytes) + " bytes at byte " + std::to_string(at),
+           std::to_string(shard.file.size()) + " bytes");
+  if (worker.jpeg.size() < size) worker.jpeg.resize(size);
+  shard.file.read(static_cast<std::size_t>(at), size, worker.jpeg.data());
+  worker.lap(worker.spent.read);
   codec::Region region{width, height, 0, 0};
   for (std::size_t v = 0; v < views_.size(); ++v)
     include(region, &job.box_VN4[(v * job.shard_N.size() + place) * 4], views_[v].filter, views_[v].size_px, width,
             height);
-  const bool whole = worker.cropper.load_jpeg({shard.data + offset, size}, width, height, region, fault);
+  std::string fault;
+  const bool is_whole = worker.cropper.load_jpeg({worker.jpeg.data(), size}, width, height, region, fault);
   worker.lap(worker.spent.decode);
-  return whole;
+  if (is_whole) return;
+  shard.file.check_size();  // an image is not to blame if its shard is being replaced
+  throw SampleFault(fault);
 }
 
 }  // namespace fastcssl::views

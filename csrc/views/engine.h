@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../codec/resize.h"
+#include "mapped_file.h"
 #include "photometric.h"
 
 namespace fastcssl::views {
@@ -26,11 +27,14 @@ struct View {
   Normalisation normalisation{};
 };
 
-// A mapped file. If `pixel_height` > 0, it holds an array of images of one size from `data_offset` on; otherwise JPEGs.
+// A mapped file. If `pixel_height` > 0, it holds an array of `count` images of one size from `data_offset` on; otherwise
+// JPEGs.
 struct Shard {
-  const std::uint8_t* data = nullptr;
-  std::size_t size = 0;
+  explicit Shard(const std::string& path) : file(path) {}
+
+  MappedFile file;
   std::size_t data_offset = 0;
+  std::size_t count = 0;
   int pixel_height = 0;
   int pixel_width = 0;
 };
@@ -51,7 +55,8 @@ struct Job {
   // Used by the engine.
   std::vector<const Shard*> file_N;  // filled by submit(), so that workers never read the list that map() extends
   std::size_t next = 0, num_open = 0;
-  std::vector<std::pair<int, std::string>> faults;
+  std::vector<std::pair<int, std::string>> faults;  // the samples that could not be decoded
+  std::string shard_fault;                          // why a shard could not be read; empty if all could
 };
 
 // Seconds that the threads spent in each stage, summed over the threads and estimated from some of the samples. Reading
@@ -67,10 +72,12 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Maps a file until the engine is destroyed and returns its number. Throws std::runtime_error if that fails.
-  int map(const std::string& path);
-  // The same for an array of images [count, height, width, 3]. Its pixels begin at `data_offset` in the file.
-  int map_array(const std::string& path, std::size_t data_offset, std::size_t count, int height, int width);
+  // Maps a file until the engine is destroyed and returns its number. Throws FileError if the operating system refuses,
+  // and ShardFault if the file does not have `num_bytes`.
+  int map(const std::string& path, std::size_t num_bytes);
+  // The same for an array of images [count, height, width, 3], whose pixels fill the file from `data_offset` on.
+  int map_array(const std::string& path, std::size_t num_bytes, std::size_t data_offset, std::size_t count, int height,
+                int width);
 
   void submit(const std::shared_ptr<Job>& job);
   // Waits until every sample of the job is done or skipped. Faults are sorted by place.
@@ -84,10 +91,11 @@ class Engine {
   struct Worker;
   void work();
   void do_sample(Worker& worker, Job& job, std::size_t place);
-  bool load(Worker& worker, const Job& job, std::size_t place, std::string& fault);
+  void load(Worker& worker, const Job& job, std::size_t place);
+  int add(std::unique_ptr<const Shard> shard);
 
   std::vector<View> views_;
-  std::deque<Shard> shards_;  // a deque, so that adding a shard does not move the others
+  std::vector<std::unique_ptr<const Shard>> shards_;
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::deque<std::shared_ptr<Job>> jobs_;

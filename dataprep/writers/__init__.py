@@ -55,12 +55,12 @@ class ShardWriter(Protocol):
 
 
 class ShardReader(Protocol):
-    """Reads single samples of one open shard, in any order."""
+    """Reads single samples of one shard, in any order. It keeps no file open: there may be thousands of shards."""
 
     def content(self, row: np.void) -> bytes | Pixels:
         """Returns the sample of a row of the table: an encoded image, or pixels [height, width, 3].
 
-        A shard that was cut short may give fewer bytes than the row says. The caller must check this.
+        Raises OSError or ValueError if the shard does not have it, such as after it was cut short.
         """
         ...
 

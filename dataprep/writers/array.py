@@ -1,19 +1,23 @@
 """Stores small images of one size as a uint8 array [samples, height, width, 3] in a .npy file that can be mapped."""
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from dataprep.encode import Encoded, Pixels
+from dataprep.reading import read_rows
 from dataprep.table import Table
 from dataprep.writers import Place, Record, ShardDamage
 
 # Every header is padded to this size, so that it can be overwritten when the number of samples is known.
 _HEADER_BYTES = 128
 _BUFFER_BYTES = 1 << 20
+_READ_ROWS = 64  # images that are read at once when a shard is verified
 
 
 def _header(count: int, height: int, width: int) -> bytes:
@@ -59,18 +63,38 @@ class ArrayWriter:
 
 
 class ArrayReader:
-    """Maps a shard into memory. `pixels` is the whole array, [samples, height, width, 3]."""
+    """Reads images of a shard. `shape` is that of the whole array, [samples, height, width, 3]."""
 
     def __init__(self, shard: Path) -> None:
-        self.pixels: Pixels = np.load(shard, mmap_mode="r", allow_pickle=False)
+        self._shard = shard
+        with shard.open("rb") as file:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError("its header is not that of a shard")
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            self.offset = file.tell()  # of the first image
+            num_bytes = os.fstat(file.fileno()).st_size - self.offset
+        if len(shape) != 4 or shape[3] != 3 or min(shape) < 1 or is_fortran or dtype != np.uint8:
+            raise ValueError(f"its header says {shape} of {dtype}, which are not images")
+        if math.prod(shape) != num_bytes:
+            raise ValueError(f"its header says {shape}, but {num_bytes} bytes follow")
+        self.shape: tuple[int, int, int, int] = shape
 
     def content(self, row: np.void | Table) -> Pixels:
         """Returns the image of a row, or the images of several."""
-        image: Pixels = self.pixels[row["array_place"]]
-        return image
+        place = row["array_place"]
+        return self.images(place.reshape(-1)).reshape(*place.shape, *self.shape[1:])
+
+    def images(self, place_N: npt.NDArray[np.int64]) -> Pixels:
+        """Returns the images at these places. Raises OSError if the file does not have them any more."""
+        if len(place_N) and not (0 <= place_N.min() and place_N.max() < self.shape[0]):
+            wrong = place_N[(place_N < 0) | (place_N >= self.shape[0])][0]
+            raise ValueError(f"row {wrong} is needed, but it has {self.shape[0]} rows")
+        images_NHW3 = np.empty((len(place_N), *self.shape[1:]), np.uint8)
+        read_rows(self._shard, self.offset, place_N, images_NHW3)
+        return images_NHW3
 
     def close(self) -> None:
-        del self.pixels  # the file is unmapped together with the last view of it
+        """Has nothing to close: the file is open only while it is read."""
 
 
 class ArrayFormat:
@@ -86,16 +110,20 @@ class ArrayFormat:
 
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
         try:
-            pixels = self.reader(shard).pixels
+            reader = self.reader(shard)
+            if reader.shape[0] != len(rows):
+                raise ShardDamage(f"{shard} holds {reader.shape[0]} samples, but the table says {len(rows)}")
+            for begin in range(0, len(rows), _READ_ROWS):
+                place_N = np.arange(begin, min(begin + _READ_ROWS, len(rows)))
+                for place, pixels in zip(place_N.tolist(), reader.images(place_N), strict=True):
+                    row = rows[place]
+                    if int(row["array_place"]) != place or reader.shape[1:3] != (row["height"], row["width"]):
+                        raise ShardDamage(f"{shard} does not hold sample {row['id']} at row {place}")
+                    # The array has no ids and labels. They come from the table; the shard's checksum ties them to the
+                    # pixels.
+                    yield Record(int(row["id"]), int(row["label"]), pixels)
         except (OSError, EOFError, ValueError) as error:
             raise ShardDamage(f"{shard} is not a complete array ({error})") from None
-        if pixels.dtype != np.uint8 or pixels.ndim != 4 or len(pixels) != len(rows):
-            raise ShardDamage(f"{shard} has shape {pixels.shape}, but the table says {len(rows)} samples")
-        for place, row in enumerate(rows):
-            if int(row["array_place"]) != place or pixels.shape[1:3] != (row["height"], row["width"]):
-                raise ShardDamage(f"{shard} does not hold sample {row['id']} at row {place}")
-            # The array has no ids and labels. They come from the table; the shard's checksum ties them to the pixels.
-            yield Record(int(row["id"]), int(row["label"]), pixels[place])
 
 
 FORMAT = ArrayFormat()

@@ -3,7 +3,7 @@
 The layout (FFCV version 2, little-endian) is a header, one descriptor per field, one metadata row per sample,
 zeros up to a page boundary, whole pages of image bytes, and an allocation table that says which bytes belong
 to which sample. The header's pointer to that table is written last, so zero means that the file is unfinished.
-Every value is checked against the size of the file before it is used.
+Every value is checked against the size of the file before it is used. Nothing is mapped (see dataprep.reading).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataprep.errors import PrepError
+from dataprep.errors import PrepError, unreadable
+from dataprep.reading import read_at
 
 VERSION = 2
 SMALLEST_PAGE = 1 << 21
@@ -88,25 +89,25 @@ class BetonFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            size = path.stat().st_size
-            if size < HEADER.itemsize:
-                raise self._broken("it is shorter than a header")
-            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+            self._size = path.stat().st_size
+            self._sizes, self._rows_start, self.page_size = self._opened()
         except OSError as error:
-            raise BetonError(
-                f"{path} cannot be read ({error.strerror or error}). Check the path and its permissions."
-            ) from error
-        size = len(self._bytes)  # the mapped size, in case the file has changed since
+            raise BetonError(unreadable(path, error, "Check the path and its permissions.")) from error
 
+    def _opened(self) -> tuple[np.ndarray, int, int]:
+        """Checks the file. Returns the sizes of the images, where the rows begin, and the page size."""
+        path = self.path
+        if self._size < HEADER.itemsize:
+            raise self._broken("it is shorter than a header")
         header = self._table(HEADER, 0, 1)[0]
         if int(header["version"]) != VERSION:
             raise BetonError(
                 f"{path} is not an FFCV version {VERSION} file (it says version {int(header['version'])}). "
                 "Give the path of a .beton file written by this project."
             )
-        self.page_size = int(header["page_size"])
-        if self.page_size < SMALLEST_PAGE or self.page_size & (self.page_size - 1):
-            raise self._broken(f"its page size, {self.page_size}, is not valid in FFCV")
+        page_size = int(header["page_size"])
+        if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
+            raise self._broken(f"its page size, {page_size}, is not valid in FFCV")
         table_start = int(header["alloc_table_ptr"])
         if table_start == 0:
             raise self._broken("its writer stopped before the end (there is no allocation table)")
@@ -119,25 +120,28 @@ class BetonFile:
 
         count = int(header["num_samples"])
         rows_start = HEADER.itemsize + descriptors.nbytes
-        self._rows = self._table(ROW, rows_start, count)
+        rows = self._table(ROW, rows_start, count)
         # FFCV starts the image bytes at the next whole page and writes only whole pages.
-        data_start = -(-(rows_start + count * ROW.itemsize) // self.page_size) * self.page_size
-        if table_start < data_start or (table_start - data_start) % self.page_size:
+        data_start = -(-(rows_start + count * ROW.itemsize) // page_size) * page_size
+        if table_start < data_start or (table_start - data_start) % page_size:
             raise self._broken("its image pages are not complete")
-        if table_start + count * ALLOCATION.itemsize != size:
+        if table_start + count * ALLOCATION.itemsize != self._size:
             raise self._broken(f"its allocation table does not hold {count} samples")
-        self._sizes = self._check(self._table(ALLOCATION, table_start, count), data_start, table_start)
+        allocation = self._table(ALLOCATION, table_start, count)
+        return self._check(rows, allocation, data_start, table_start, page_size), rows_start, page_size
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._sizes)
 
     def __getitem__(self, index: int) -> JpegRecord:
-        if not 0 <= index < len(self._rows):
-            raise IndexError(f"{self.path} has {len(self._rows)} samples; there is no sample {index}")
-        row = self._rows[index]
-        image = row["image"]
-        start = int(image["data_ptr"])
-        jpeg = self._bytes[start : start + int(self._sizes[index])].tobytes()
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.path} has {len(self)} samples; there is no sample {index}")
+        try:
+            row = self._table(ROW, self._rows_start + index * ROW.itemsize, 1)[0]
+            image = row["image"]
+            jpeg = read_at(self.path, int(image["data_ptr"]), int(self._sizes[index]))
+        except OSError as error:
+            raise BetonError(unreadable(self.path, error, "Restore it from a copy, or write it again.")) from error
         if not jpeg.startswith(b"\xff\xd8"):
             raise self._broken(f"the image of sample {index} (id {int(row['id'])}) is not a JPEG")
         return JpegRecord(
@@ -155,38 +159,38 @@ class BetonFile:
     def _table(self, dtype: np.dtype[np.void], start: int, count: int) -> np.ndarray:
         """Returns `count` rows at `start`. These are Python integers, so a huge count cannot overflow."""
         end = start + count * dtype.itemsize
-        if end > len(self._bytes):
-            raise self._broken(f"it ends at byte {len(self._bytes)}, but {end} bytes are expected")
-        return self._bytes[start:end].view(dtype)
+        if end > self._size:
+            raise self._broken(f"it ends at byte {self._size}, but {end} bytes are expected")
+        return np.frombuffer(read_at(self.path, start, end - start), dtype)
 
-    def _check(self, table: np.ndarray, data_start: int, data_end: int) -> np.ndarray:
+    def _check(self, rows: np.ndarray, table: np.ndarray, data_start: int, data_end: int, page_size: int) -> np.ndarray:
         """Checks every sample's place and returns the sizes of the images in sample order."""
         count = len(table)
         order = np.argsort(table["sample_id"], kind="stable")  # FFCV lists them worker by worker
         table = table[order]
         if not np.array_equal(table["sample_id"], np.arange(count, dtype=np.uint64)):
             raise self._broken("its allocation table does not name every sample once")
-        images = self._rows["image"]
-        self._reject(images["data_ptr"] != table["ptr"], "does not point at its own bytes")
-        self._reject(images["mode"] != JPEG_MODE, "is not stored as JPEG")
-        self._reject((images["width"] == 0) | (images["height"] == 0), "has no pixels")
+        images, id_S = rows["image"], rows["id"]
+        self._reject(id_S, images["data_ptr"] != table["ptr"], "does not point at its own bytes")
+        self._reject(id_S, images["mode"] != JPEG_MODE, "is not stored as JPEG")
+        self._reject(id_S, (images["width"] == 0) | (images["height"] == 0), "has no pixels")
         outside = (table["ptr"] < data_start) | (table["ptr"] >= data_end)
-        outside |= (table["size"] == 0) | (table["size"] > self.page_size)
-        self._reject(outside, "lies outside the data")
+        outside |= (table["size"] == 0) | (table["size"] > page_size)
+        self._reject(id_S, outside, "lies outside the data")
         starts = table["ptr"].astype(np.int64)  # all values are inside the file, so nothing below can overflow
         sizes = table["size"].astype(np.int64)
-        crossing = starts // self.page_size != (starts + sizes - 1) // self.page_size
-        self._reject(crossing, "crosses a page")
+        crossing = starts // page_size != (starts + sizes - 1) // page_size
+        self._reject(id_S, crossing, "crosses a page")
         by_place = np.argsort(starts)
         overlaps = np.zeros(count, dtype=bool)
         overlaps[by_place[1:]] = (starts + sizes)[by_place[:-1]] > starts[by_place[1:]]
-        self._reject(overlaps, "overlaps another")
+        self._reject(id_S, overlaps, "overlaps another")
         return sizes
 
-    def _reject(self, bad: np.ndarray, what: str) -> None:
+    def _reject(self, id_S: np.ndarray, bad: np.ndarray, what: str) -> None:
         if bad.any():
             index = int(np.argmax(bad))
-            raise self._broken(f"the image of sample {index} (id {int(self._rows['id'][index])}) {what}")
+            raise self._broken(f"the image of sample {index} (id {int(id_S[index])}) {what}")
 
     def _broken(self, why: str) -> BetonError:
         return BetonError(f"{self.path} is unfinished or damaged: {why}. Delete it and write it again.")

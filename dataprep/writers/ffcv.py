@@ -22,18 +22,13 @@ class TarRecords:
         self._parts = parts
         self._rows: Table = np.concatenate(rows)
         self._part_of_row = np.repeat(np.arange(len(rows)), [len(part) for part in rows])
-        self._readers: dict[int, TarReader] = {}  # opened on first use, in the process that uses them
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> JpegRecord:
         row, part = self._rows[index], int(self._part_of_row[index])
-        if part not in self._readers:
-            self._readers[part] = TarReader(self._parts[part])
-        jpeg = self._readers[part].content(row)
-        if len(jpeg) != int(row["tar_bytes"]):
-            raise OSError(f"{self._parts[part]} ends inside sample {row['id']}")
+        jpeg = TarReader(self._parts[part]).content(row)
         numbers = {name: int(row[name]) for name in ("width", "height", "label", "id", "domain")}
         return JpegRecord(jpeg=jpeg, **numbers)
 

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from dataprep.encode import Encoded
+from dataprep.reading import read_at
 from dataprep.table import Table
 from dataprep.writers import Place, Record, ShardDamage
 
@@ -95,14 +96,14 @@ class TarReader:
     """Reads images by their offsets, without parsing the archive."""
 
     def __init__(self, shard: Path) -> None:
-        self._file = os.open(shard, os.O_RDONLY)
+        self._shard = shard
 
     def content(self, row: np.void) -> bytes:
-        """Returns the encoded image of a row."""
-        return os.pread(self._file, int(row["tar_bytes"]), int(row["tar_place"]))
+        """Returns the encoded image of a row. Raises OSError if the shard does not have it."""
+        return read_at(self._shard, int(row["tar_place"]), int(row["tar_bytes"]))
 
     def close(self) -> None:
-        os.close(self._file)
+        """Has nothing to close: the file is open only while it is read."""
 
 
 class TarFormat:

@@ -14,8 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dataprep.manifest import ManifestError
 from fastcssl.data.augment import photometric
-from fastcssl.data.backends import Backend, BackendConfig, Crops, LoaderError, LocalBatch, choose, usual_threads
+from fastcssl.data.backends import (
+    Backend,
+    BackendConfig,
+    Crops,
+    LoaderError,
+    LocalBatch,
+    ShardError,
+    choose,
+    format_of,
+    usual_threads,
+)
 from fastcssl.data.order import EpochPlan, Last, local_size
 from fastcssl.data.prepared import Prepared, Selection
 from fastcssl.data.transfer import moved
@@ -90,6 +101,7 @@ class Loader:
             prefetch=config.prefetch,
         )
         self._backend: Backend = kind(data, backend_config)
+        self._format = format_of(kind, data)
         self.held = backend_config.held
         self.name = kind.name
 
@@ -101,6 +113,13 @@ class Loader:
     def open(self, selection: Selection) -> "Stream":
         """Returns a stream of the selection's batches."""
         return Stream(self, self._backend, selection)
+
+    def check_shards(self, rows: npt.NDArray[np.int64]) -> None:
+        """Raises ShardError if a shard that holds these rows does not have the size with which it was prepared."""
+        try:
+            self.data.check_shards(np.unique(self.data.table[f"{self._format}_shard"][rows]).tolist())
+        except ManifestError as error:
+            raise ShardError(str(error)) from None
 
     def stage_seconds(self) -> dict[str, float]:
         """Returns the total seconds of all threads so far, by stage; empty if the back end does not time."""
@@ -126,6 +145,7 @@ class Stream:
         self._loader, self._backend, self._selection = loader, backend, selection
         self._config, self._table = loader.config, loader.data.table
         self._rows = loader.data.rows(selection)
+        loader.check_shards(self._rows)
         self._resume: tuple[int, int] | None = None
         self._at = (0, 0)
         self.quarantine: dict[int, str] = {}  # sample id -> why it could not be decoded
@@ -227,6 +247,8 @@ class Stream:
             drawn = plan.draw(np.array([row]), np.array([1]))
             try:
                 fetched = self._backend.fetch(row, drawn.box_VN4[:, 0])
+            except ShardError:
+                raise
             except LoaderError as error:
                 self._count_fault(row, str(error))
                 continue

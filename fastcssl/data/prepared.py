@@ -1,5 +1,6 @@
 """Opens a prepared data set for reading: its manifest, its sample table and the paths of its shards."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -7,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from dataprep.manifest import Manifest, SplitName, load_manifest, manifest_path
+from dataprep.manifest import Manifest, SplitName, check_size, load_manifest, manifest_path
 from dataprep.table import Table, load_table, rows_of_ids
 
 Order = Literal["shuffled", "sequential", "endless"]
@@ -31,6 +32,11 @@ class Prepared:
     def shard_path(self, number: int) -> Path:
         """Returns the path of a shard of the manifest."""
         return self.manifest.shards[number].path_in(self.folder)
+
+    def check_shards(self, numbers: Iterable[int]) -> None:
+        """Raises ManifestError if one of these shards is missing or does not have its size any more."""
+        for number in numbers:
+            check_size(self.manifest.shards[number], self.folder)
 
     def rows(self, selection: "Selection") -> npt.NDArray[np.int64]:
         """Returns the table's rows of a selection, sorted by id."""

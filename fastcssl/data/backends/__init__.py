@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 
 from dataprep.cores import usable_cores
+from dataprep.errors import file_limit, unreadable
+from dataprep.manifest import ManifestError
 from fastcssl.data.prepared import Prepared
 from fastcssl.data.views import Policy
 from fastcssl.errors import UserError
@@ -29,6 +31,10 @@ class LoaderError(UserError):
     """Raised when data cannot be loaded, or a loader cannot be set up."""
 
     everywhere = True
+
+
+class ShardError(LoaderError):
+    """Raised when a shard cannot be read, or is not what was prepared. Its samples are not replaced by others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,7 +105,10 @@ class Backend(Protocol):
         ...
 
     def fetch(self, row: int, box_V4: npt.NDArray[np.float32]) -> list[torch.Tensor]:
-        """Returns one sample's crops, one [size, size, 3] per view. Raises LoaderError when it cannot be decoded."""
+        """Returns one sample's crops, one [size, size, 3] per view.
+
+        Raises LoaderError when it cannot be decoded, and ShardError when its shard cannot be read.
+        """
         ...
 
     def stage_seconds(self) -> dict[str, float]:
@@ -109,6 +118,41 @@ class Backend(Protocol):
     def close(self) -> None:
         """Ends threads and processes. May be called more than once."""
         ...
+
+
+def format_of(kind: type[Backend], data: Prepared) -> str:
+    """Returns the format that a back end reads of this data."""
+    return next(format for format in kind.formats if format in data.manifest.formats)
+
+
+def shard_error(data: Prepared, shard: int, error: Exception) -> ShardError:
+    """Returns the error to show when a shard cannot be read: that its size has changed, or else the given reason."""
+    path = data.shard_path(shard)
+    if isinstance(error, OSError) and file_limit(error):
+        return ShardError(unreadable(path, error, ""))
+    try:
+        data.check_shards([shard])
+    except ManifestError as changed:
+        return ShardError(str(changed))
+    if isinstance(error, OSError | ValueError | EOFError):
+        return ShardError(unreadable(path, error, remedy(data)))
+    return ShardError(f"{str(error).rstrip('.')}. {remedy(data)}")
+
+
+def sample_error(data: Prepared, row: int, format: str, reason: object) -> LoaderError:
+    """Returns the error for a sample that cannot be decoded, or a ShardError if its shard has changed."""
+    sample = data.table[row]
+    shard = int(sample[f"{format}_shard"])
+    try:
+        data.check_shards([shard])
+    except ManifestError as changed:
+        return ShardError(str(changed))
+    return LoaderError(f"sample {sample['id']} in {data.shard_path(shard)}: {reason}")
+
+
+def remedy(data: Prepared) -> str:
+    """Returns what to do about a shard that is not what was prepared."""
+    return f"Restore it from a copy, or build the data set again; fastcssl-prep verify {data.folder} lists all damage."
 
 
 # How to install the package that a back end needs.

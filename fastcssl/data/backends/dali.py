@@ -18,7 +18,6 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +31,16 @@ from torch.utils.dlpack import from_dlpack
 
 from dataprep import _codec
 from dataprep.writers.tar import TarReader
-from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalBatch, LocalPlan
+from fastcssl.data.backends import (
+    BackendConfig,
+    Crops,
+    LoaderError,
+    LocalBatch,
+    LocalPlan,
+    ShardError,
+    sample_error,
+    shard_error,
+)
 from fastcssl.data.backends.dali_graph import GraphInputs, inputs_of, make_pipeline
 from fastcssl.data.prepared import Prepared
 
@@ -73,7 +81,7 @@ class _Feed:
         try:
             work = self.again.popleft() if self.again else next(self.works)
             work.inputs = self.inputs_of(work)
-        except StopIteration:
+        except (StopIteration, ShardError):
             raise
         except Exception as error:  # keeps it distinct from DALI's own errors
             raise LoaderError(f"The next batch cannot be made ({type(error).__name__}: {error}).") from error
@@ -211,6 +219,8 @@ class DaliBackend:
                 continue
             try:
                 self._crops_of(row, work.encoded_N[place], work.box_VN4[:, place])
+            except ShardError:
+                raise
             except LoaderError as culprit:
                 self._damage_of[row] = str(culprit)
                 _leave_out(work, place, str(culprit))
@@ -268,7 +278,7 @@ class DaliBackend:
             _, tensors = self._single.next()
         except _DALI_ERRORS as error:
             self._single.drop()
-            raise LoaderError(self._named(row, _cause(error))) from None
+            raise sample_error(self._data, row, "tar", _cause(error)) from None
         finally:
             self._single.end()
         return [crop_1HW3[0] for crop_1HW3 in tensors]
@@ -280,27 +290,25 @@ class DaliBackend:
         """Returns a sample's JPEG, or a description of what is wrong with it."""
         if row in self._damage_of:
             return self._damage_of[row]
-        try:
-            encoded = self._read(row)
-        except OSError as error:  # may be temporary, so the next visit reads the sample again
-            return self._named(row, error)
+        encoded = self._read(row)
         if not self._is_sound_S[row]:
             try:
                 self._check(row, encoded)
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-                self._damage_of[row] = self._named(row, error)
+                damage = sample_error(self._data, row, "tar", error)
+                if isinstance(damage, ShardError):
+                    raise damage from None
+                self._damage_of[row] = str(damage)
                 return self._damage_of[row]
             self._is_sound_S[row] = True
         return np.frombuffer(encoded, np.uint8)
 
     def _read(self, row: int) -> bytes:
         sample = self._data.table[row]
-        num_bytes = int(sample["tar_bytes"])
-        with closing(TarReader(self._path(row))) as shard:
-            content = shard.content(sample)
-        if len(content) != num_bytes:
-            raise OSError(f"the shard ends after {len(content)} of its {num_bytes} bytes")
-        return content
+        try:
+            return TarReader(self._path(row)).content(sample)
+        except OSError as error:
+            raise shard_error(self._data, int(sample["tar_shard"]), error) from None
 
     def _check(self, row: int, encoded: bytes) -> None:
         """Checks the size, then decodes all entropy-coded data without the pixel work of a full decode."""
@@ -312,9 +320,6 @@ class DaliBackend:
 
     def _path(self, row: int) -> Path:
         return self._data.shard_path(int(self._data.table["tar_shard"][row]))
-
-    def _named(self, row: int, reason: object) -> str:
-        return f"sample {self._data.table['id'][row]} in {self._path(row)}: {reason}"
 
     def stage_seconds(self) -> dict[str, float]:
         return {}

@@ -12,8 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastcssl.data._native import Engine, Job, View
-from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalBatch, LocalPlan
+from fastcssl.data._native import Engine, Job, ShardFault, View
+from fastcssl.data.backends import (
+    BackendConfig,
+    Crops,
+    LoaderError,
+    LocalBatch,
+    LocalPlan,
+    ShardError,
+    remedy,
+    shard_error,
+)
 from fastcssl.data.prepared import Prepared
 from fastcssl.data.views import ViewSpec
 
@@ -71,7 +80,10 @@ class EngineBackend:
         self._mapped = np.full(len(data.manifest.shards), -1, np.int32)
 
     def _map(self, shard: int) -> int:
-        """Maps a shard of the manifest into the engine and returns the engine's number for it."""
+        """Maps a shard of the manifest into the engine and returns the engine's number for it.
+
+        Raises OSError, ValueError, EOFError or ShardFault if that fails.
+        """
         raise NotImplementedError
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
@@ -90,7 +102,7 @@ class EngineBackend:
                 if not under_way:
                     return
                 slot, job, done = under_way.popleft()
-                faults = {place: self._named(plan[done], place, why) for place, why in self._live().wait(job)}
+                faults = {place: self._named(plan[done], place, why) for place, why in self._settled(job)}
                 held.append(slot)
                 yield slot.crops(faults)
                 if len(held) == self._config.held:
@@ -116,7 +128,7 @@ class EngineBackend:
             box_VN4=np.ascontiguousarray(box_V4[:, None]),
             columns_VNC=np.zeros((len(box_V4), 1, 9), np.float32),
         )
-        faults = self._live().wait(self._submit(batch, self._single))
+        faults = self._settled(self._submit(batch, self._single))
         if faults:
             raise LoaderError(self._named(batch, 0, faults[0][1]))
         return [buffer[0].clone() for buffer in self._single.buffers_V]
@@ -132,11 +144,21 @@ class EngineBackend:
             raise LoaderError("This loader is closed. Open another.")
         return self._engine
 
+    def _settled(self, job: Job) -> list[tuple[int, str]]:
+        """Waits for a batch and returns which samples could not be decoded, and why."""
+        faults = self._live().wait(job)
+        if job.shard_fault:
+            raise ShardError(f"{job.shard_fault}. {remedy(self._data)}")
+        return faults
+
     def _submit(self, batch: LocalBatch, slot: Slot) -> Job:
         rows = self._data.table[batch.row_N]
         shard_N = rows[f"{self._format}_shard"]
         for shard in np.unique(shard_N[self._mapped[shard_N] < 0]).tolist():
-            self._mapped[shard] = self._map(shard)
+            try:
+                self._mapped[shard] = self._map(shard)
+            except (OSError, ValueError, EOFError, ShardFault) as error:
+                raise shard_error(self._data, shard, error) from None
         crops_V, views_V = slot.addresses()
         return self._live().submit(
             shard_N=self._mapped[shard_N],

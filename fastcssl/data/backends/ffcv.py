@@ -20,8 +20,18 @@ import torch
 from dataprep import _codec
 from dataprep.writers.beton import BetonError
 from dataprep.writers.ffcv import FfcvReader
-from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalBatch, LocalPlan
-from fastcssl.data.backends.ffcv_decoder import NO_MEMORY, BatchPart, BetonReader, Threads, crop_jpeg, open_reader
+from fastcssl.data._native import ShardFault
+from fastcssl.data.backends import (
+    BackendConfig,
+    Crops,
+    LoaderError,
+    LocalBatch,
+    LocalPlan,
+    ShardError,
+    sample_error,
+    shard_error,
+)
+from fastcssl.data.backends.ffcv_decoder import LOST, NO_MEMORY, BatchPart, BetonReader, Threads, crop_jpeg, open_reader
 from fastcssl.data.prepared import Prepared
 
 _PATIENCE_SECONDS = 1.0  # between two checks that a thread is still alive
@@ -131,7 +141,10 @@ class FfcvBackend:
             status_N = part.status_N.result()
             for i in np.flatnonzero(status_N).tolist():
                 place = int(part.place_N[i])
-                faults[place] = self._fault(int(done.batch.row_N[place]), int(status_N[i]))
+                fault = self._fault(int(done.batch.row_N[place]), int(status_N[i]))
+                if isinstance(fault, ShardError):
+                    raise fault
+                faults[place] = str(fault)
         return faults
 
     # ---- Single samples ----
@@ -141,33 +154,33 @@ class FfcvBackend:
         try:
             jpeg = np.frombuffer(self._jpeg(row), np.uint8)
         except BetonError as error:
-            raise LoaderError(self._named(row, str(error))) from None
+            raise sample_error(self._data, row, "ffcv", error) from None
         crops_V = self._empty(1)
         target_V3, box_V4 = self._targets(crops_V, 1)[0], np.ascontiguousarray(box_V4, np.float32)
         status = crop_jpeg(jpeg, int(sample["height"]), int(sample["width"]), box_V4, target_V3)
         if status != 0:
-            raise LoaderError(self._fault(row, status))
+            raise self._fault(row, status)
         return [crop[0] for crop in crops_V]
 
-    def _fault(self, row: int, status: int) -> str:
+    def _fault(self, row: int, status: int) -> LoaderError:
         """Returns why a sample failed. The status does not say it, so this decodes the sample again."""
-        if status == NO_MEMORY:
-            return self._named(row, "there was not enough memory to decode it")
         sample = self._data.table[row]
+        if status == LOST:
+            lost = OSError("it was written while it was in use, or the disk failed")
+            return shard_error(self._data, int(sample["ffcv_shard"]), lost)
+        if status == NO_MEMORY:
+            return sample_error(self._data, row, "ffcv", "there was not enough memory to decode it")
         try:
             _, height, width = _codec.decode(self._jpeg(row))
         except (BetonError, ValueError) as error:
-            return self._named(row, str(error))
+            return sample_error(self._data, row, "ffcv", error)
         prepared = f"{sample['width']} x {sample['height']} RGB"
-        return self._named(row, f"it is {width} x {height} pixels, not {prepared} as prepared")
+        why = f"it is {width} x {height} pixels, not {prepared} as prepared"
+        return sample_error(self._data, row, "ffcv", why)
 
     def _jpeg(self, row: int) -> bytes:
         sample = self._data.table[row]
         return self._beton(int(sample["ffcv_shard"])).file.content(sample)
-
-    def _named(self, row: int, why: str) -> str:
-        sample = self._data.table[row]
-        return f"sample {sample['id']} in {self._path(int(sample['ffcv_shard']))}: {why}"
 
     # ---- Files ----
 
@@ -183,11 +196,11 @@ class FfcvBackend:
         path = self._path(shard)
         try:
             file = FfcvReader(path)  # checks the file; FFCV itself does not
-        except BetonError as error:
-            raise LoaderError(str(error)) from None
-        reader = open_reader(
-            path, batch_size=self._config.local_batch_size, num_views=len(self._filter_V), threads=self._threads
-        )
+            reader = open_reader(
+                path, batch_size=self._config.local_batch_size, num_views=len(self._filter_V), threads=self._threads
+            )
+        except (BetonError, OSError, ValueError, AssertionError, ShardFault) as error:  # FFCV asserts what it expects
+            raise shard_error(self._data, shard, error) from None
         table = self._data.table[self._data.table["ffcv_shard"] == shard]
         image_S, id_S = (reader.metadata[name] for name in ("f0", "f2"))
         place_S = table["ffcv_place"]

@@ -63,8 +63,9 @@ with _kept_settings(), _plain_dicts():
     from ffcv.pipeline.allocation_query import AllocationQuery
     from ffcv.pipeline.operation import Operation
 
-OTHER_SIZE = 1  # the size in the JPEG's header differs from the table
-NO_MEMORY = -2  # a status of the engine; -1 means damage
+# Statuses of the engine. -1 means damage, or another size than the table says.
+NO_MEMORY = -2
+LOST = -3  # the file no longer has the bytes that were mapped
 
 _compiled: Callable[..., Any] = numba.njit(nogil=True)
 _crop_jpeg: Any = ctypes.CDLL(_native.__file__).fastcssl_crop_jpeg  # csrc/views/cropper.cpp
@@ -75,26 +76,8 @@ _crop_jpeg.argtypes, _crop_jpeg.restype = [ctypes.c_int64] * 7, ctypes.c_int64
 
 
 @_compiled
-def _frame_size(jpeg: Any) -> tuple[int, int]:
-    """Returns height and width from the frame header, or zeros when the segments before it are invalid."""
-    at = 2
-    while at + 9 <= len(jpeg) and jpeg[at] == 0xFF:
-        marker = jpeg[at + 1]
-        if marker == 0xFF:  # padding
-            at += 1
-            continue
-        if 0xC0 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:
-            return jpeg[at + 5] * 256 + jpeg[at + 6], jpeg[at + 7] * 256 + jpeg[at + 8]
-        at += 2 + jpeg[at + 2] * 256 + jpeg[at + 3]
-    return 0, 0
-
-
-@_compiled
 def crop_jpeg(jpeg: Any, height: int, width: int, box_V4: Any, target_V3: Any) -> Any:
     """Decodes once and writes each view to its (size in pixels, address, filter). Returns 0, or an error status."""
-    found_height, found_width = _frame_size(jpeg)
-    if found_height != 0 and (found_height != height or found_width != width):
-        return OTHER_SIZE
     box, target = box_V4.ctypes.data, target_V3.ctypes.data
     return _crop_jpeg(jpeg.ctypes.data, jpeg.size, width, height, len(box_V4), box, target)
 
@@ -259,4 +242,6 @@ def open_reader(path: Path, *, batch_size: int, num_views: int, threads: Threads
             Compiler.set_enabled(enabled)
         manager = loader.memory_manager  # its dictionaries of all samples serve only FFCV's other cache
         manager.ptr_to_size = manager.sample_to_pages = manager.page_to_samples = None
+        # FFCV's own map would keep a descriptor, and Python code would read it.
+        manager.context.mmap = _native.map_bytes(str(path))
         return BetonReader(loader, threads)

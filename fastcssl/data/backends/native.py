@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from fastcssl.data.backends import BackendConfig, LoaderError
+from fastcssl.data.backends import BackendConfig
 from fastcssl.data.backends.engine import EngineBackend
 from fastcssl.data.prepared import Prepared
 
@@ -15,10 +15,7 @@ class NativeBackend(EngineBackend):
         super().__init__(data, config, "tar")
 
     def _map(self, shard: int) -> int:
-        try:
-            return self._live().map(str(self._path(shard)))
-        except RuntimeError as error:
-            raise LoaderError(f"{error}. Run fastcssl-prep verify {self._data.folder}.") from None
+        return self._live().map(str(self._path(shard)), self._data.manifest.shards[shard].bytes)
 
 
 BACKEND = NativeBackend

@@ -1,8 +1,8 @@
 """Keeps small images of one size as one uint8 tensor on the training device.
 
 On a GPU the images are copied to it once, and crops and photometry are batched ops there, launched on the current
-stream without waiting for it. If the images do not fit, they are read from the memory map batch by batch. On a CPU the
-page cache holds the array, and the native engine crops it.
+stream without waiting for it. If the images do not fit, they are read from the file batch by batch. On a CPU the page
+cache holds the array, and the native engine crops it.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from dataprep.writers.array import ArrayReader
-from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalPlan
+from fastcssl.data.backends import BackendConfig, Crops, LocalPlan, shard_error
 from fastcssl.data.backends.engine import EngineBackend
 from fastcssl.data.backends.geometry import crop_batch
 from fastcssl.data.prepared import Prepared
@@ -35,19 +35,15 @@ class ResidentBackend(EngineBackend):
         self._arrays: dict[int, ArrayReader] = {}
 
     def _map(self, shard: int) -> int:
-        pixels = self._array(shard).pixels
-        offset = pixels.offset if isinstance(pixels, np.memmap) else 0
-        try:
-            return self._live().map_array(str(self._path(shard)), int(offset), *pixels.shape[:3])
-        except RuntimeError as error:
-            raise LoaderError(f"{error}. Run fastcssl-prep verify {self._data.folder}.") from None
+        array, entry = self._array(shard), self._data.manifest.shards[shard]
+        return self._live().map_array(str(self._path(shard)), entry.bytes, array.offset, *array.shape[:3])
 
     def _array(self, shard: int) -> ArrayReader:
         if shard not in self._arrays:
-            try:
-                self._arrays[shard] = ArrayReader(self._path(shard))
-            except (OSError, EOFError, ValueError) as error:
-                raise LoaderError(f"{self._path(shard)} cannot be read ({error}). Build the data set again.") from None
+            array, count = ArrayReader(self._path(shard)), self._data.manifest.shards[shard].count
+            if array.shape[0] != count:
+                raise ValueError(f"its header says {array.shape[0]} samples, but the manifest says {count}")
+            self._arrays[shard] = array
         return self._arrays[shard]
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
@@ -90,7 +86,13 @@ class ResidentBackend(EngineBackend):
         images_NHW3 = np.empty((len(rows), int(rows["height"][0]), int(rows["width"][0]), 3), np.uint8)
         for shard in np.unique(rows["array_shard"]).tolist():
             mine = rows["array_shard"] == shard
-            images_NHW3[mine] = self._array(shard).content(rows[mine])
+            try:
+                images = self._array(shard).content(rows[mine])
+                if images.shape[1:] != images_NHW3.shape[1:]:
+                    raise ValueError(f"its images have the shape {images.shape[1:]}, not {images_NHW3.shape[1:]}")
+            except (OSError, ValueError, EOFError) as error:
+                raise shard_error(self._data, shard, error) from None
+            images_NHW3[mine] = images
         return images_NHW3
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 import io
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -13,11 +12,20 @@ from PIL import Image
 
 from dataprep import _codec
 from dataprep.writers import ShardReader, formats
-from fastcssl.data.backends import BackendConfig, Crops, LoaderError, LocalPlan
+from fastcssl.data.backends import (
+    BackendConfig,
+    Crops,
+    LoaderError,
+    LocalPlan,
+    ShardError,
+    format_of,
+    sample_error,
+    shard_error,
+)
 from fastcssl.data.prepared import Prepared
 from fastcssl.data.views import ViewSpec
+from fastcssl.errors import UserError
 
-_MAX_OPEN = 256  # shards: a data set may have more shards than a process may open files
 _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
@@ -28,8 +36,9 @@ class TorchvisionBackend:
     def __init__(self, data: Prepared, config: BackendConfig) -> None:
         self._data, self._policy = data, config.policy
         self._pinned = config.device.type == "cuda"
-        self._format = next(format for format in self.formats if format in data.manifest.formats)
-        self._readers: dict[Path, ShardReader] = {}
+        self._format = format_of(type(self), data)
+        self._reader_of = formats()[self._format].reader
+        self._readers: dict[int, ShardReader] = {}  # by number in the manifest
         self._seconds = {"decode": 0.0, "crop": 0.0}  # decoding includes reading
 
     def run(self, plan: LocalPlan, first: int) -> Iterator[Crops]:
@@ -42,6 +51,8 @@ class TorchvisionBackend:
                 try:
                     for view, crop in enumerate(self.fetch(row, batch.box_VN4[:, place])):
                         crops_V[view][place] = crop
+                except ShardError:
+                    raise
                 except LoaderError as error:
                     faults[place] = str(error)
             yield Crops(crops_V=crops_V, faults=faults)
@@ -58,11 +69,14 @@ class TorchvisionBackend:
     def image(self, row: int) -> Image.Image:
         """Returns a sample as an RGB image. Raises LoaderError when it cannot be decoded."""
         sample = self._data.table[row]
-        path = self._data.shard_path(int(sample[f"{self._format}_shard"]))
+        shard = int(sample[f"{self._format}_shard"])
         try:
-            content = self._reader(path).content(sample)
-            if not isinstance(content, bytes):
-                return Image.fromarray(content)
+            content = self._reader(shard).content(sample)
+        except (OSError, ValueError, EOFError, UserError) as error:
+            raise shard_error(self._data, shard, error) from None
+        if not isinstance(content, bytes):
+            return Image.fromarray(content)
+        try:
             _codec.decode(content, 8)  # raises where data is missing; Pillow fills in grey
             image = Image.open(io.BytesIO(content))
             image.load()
@@ -70,14 +84,12 @@ class TorchvisionBackend:
                 raise OSError(f"it is {image.size[0]} x {image.size[1]} pixels, not as prepared")
             return image.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise LoaderError(f"sample {sample['id']} in {path}: {error}") from None
+            raise sample_error(self._data, row, self._format, error) from None
 
-    def _reader(self, path: Path) -> ShardReader:
-        if path not in self._readers:
-            if len(self._readers) == _MAX_OPEN:
-                self._readers.pop(next(iter(self._readers))).close()
-            self._readers[path] = formats()[self._format].reader(path)
-        return self._readers[path]
+    def _reader(self, shard: int) -> ShardReader:
+        if shard not in self._readers:
+            self._readers[shard] = self._reader_of(self._data.shard_path(shard))
+        return self._readers[shard]
 
     def stage_seconds(self) -> dict[str, float]:
         return dict(self._seconds)
