@@ -9,9 +9,9 @@ from PIL import Image, ImageDraw, ImageFont
 from rich import box
 from rich.table import Table as RichTable
 
-from dataprep.encode import Pixels, decode_with_pillow
+from dataprep.imagefile import ImageFault, Pixels, decode_with_pillow
 from dataprep.manifest import SPLITS, Manifest, ManifestError
-from dataprep.progress import human_bytes, human_seconds
+from dataprep.progress import human_bytes, human_seconds, literal
 from dataprep.table import Table, rows_of_ids
 from dataprep.writers import DerivedFormat, Format, formats
 
@@ -47,7 +47,7 @@ def task_table(
         total_bytes += num_bytes
         cells = [
             f"{number}",
-            task.name,
+            literal(task.name),
             f"{len(task.classes):,}",
             f"{task.train.count:,}",
             f"{task.val.count:,}",
@@ -128,6 +128,8 @@ def read_sample(manifest: Manifest, row: np.void, folder: Path) -> Pixels:
     try:
         content = reader.content(row)
         return decode_with_pillow(content) if isinstance(content, bytes) else content
+    except ImageFault as fault:
+        raise ManifestError(f"Sample {row['id']}: {fault}. Run fastcssl-prep verify {folder}.") from None
     finally:
         reader.close()
 

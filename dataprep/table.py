@@ -5,14 +5,16 @@ stored width and height. Quarantined samples keep their row (is_stored = false),
 partitions exactly the samples of the source.
 """
 
-import os
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataprep.manifest import Manifest, ManifestError
+from dataprep.contract import num_samples
+from dataprep.manifest import Manifest, ManifestError, settle
 from dataprep.samples import Samples
 
 Table = npt.NDArray[np.void]
@@ -52,11 +54,16 @@ def empty_table(samples: Samples, formats: list[str]) -> Table:
 
 
 def save_table(table: Table, path: Path) -> None:
-    """Writes and syncs a table."""
-    with path.open("wb") as file:
-        np.lib.format.write_array(file, table, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes a table durably."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            np.lib.format.write_array(file, table, allow_pickle=False)
+        settle(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def load_table(manifest: Manifest, folder: Path) -> Table:
@@ -64,11 +71,30 @@ def load_table(manifest: Manifest, folder: Path) -> Table:
     path = manifest.samples.path_in(folder)
     try:
         table: Table = np.load(path, allow_pickle=False)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, MemoryError, RecursionError) as error:
         raise ManifestError(f"{path} cannot be read ({error}). Build the data set again.") from None
     if table.dtype != table_dtype(manifest.formats):
         raise ManifestError(f"{path} does not have the columns of the manifest's formats. Build the data set again.")
+    for fault in _faults(table, manifest):
+        raise ManifestError(f"{path}: {fault}. Restore it from a copy, or build the data set again.")
     return table
+
+
+def _faults(table: Table, manifest: Manifest) -> Iterator[str]:
+    """Yields what contradicts the manifest, as the ends of sentences."""
+    if table.shape != (num_samples(manifest),):
+        yield f"it has the shape {table.shape}, but the manifest says {num_samples(manifest)} samples"
+        return
+    if len(table) and (table["id"][0] < 0 or (np.diff(table["id"]) <= 0).any()):
+        yield "its ids are not in rising order"
+    for column, low, names in (("label", 0, manifest.classes), ("domain", -1, manifest.domains)):
+        strange = (table[column] < low) | (table[column] >= len(names))
+        if strange.any():
+            row = table[np.argmax(strange)]
+            yield f"sample {row['id']} has the {column} {row[column]}, but the manifest names {len(names)}"
+    empty = table["is_stored"] & ((table["width"] == 0) | (table["height"] == 0))
+    if empty.any():
+        yield f"sample {table['id'][np.argmax(empty)]} is stored but has no pixels"
 
 
 def samples_of(table: Table) -> Samples:

@@ -102,4 +102,13 @@ def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[s
         raise PrepError(f"{spec} holds no images. Check the path, or use another source.")
     if not (~source.samples.is_val_S).any():
         raise PrepError(f"{spec} holds validation images but no training images. Add some to its training part.")
+    for column, low, names in (
+        (source.samples.label_S, 0, source.classes),
+        (source.samples.domain_S, -1, source.domains),
+    ):
+        if column.min() < low or column.max() >= len(names):  # someone else's code
+            raise PrepError(
+                f"The source '{kind}' numbers a sample's class or domain {column.min()} to {column.max()}, but names "
+                f"{len(names)}. Repair its package."
+            )
     return source

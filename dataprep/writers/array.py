@@ -7,7 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from dataprep.encode import Encoded, Pixels
+from dataprep.encode import Encoded
+from dataprep.imagefile import Pixels
 from dataprep.table import Table
 from dataprep.writers import Place, Record, ShardDamage
 
@@ -87,15 +88,15 @@ class ArrayFormat:
     def read(self, shard: Path, rows: Table) -> Iterator[Record]:
         try:
             pixels = self.reader(shard).pixels
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, OverflowError, MemoryError, RecursionError) as error:
             raise ShardDamage(f"{shard} is not a complete array ({error})") from None
-        if pixels.dtype != np.uint8 or pixels.ndim != 4 or len(pixels) != len(rows):
+        if pixels.dtype != np.uint8 or pixels.shape[3:] != (3,) or len(pixels) != len(rows):
             raise ShardDamage(f"{shard} has shape {pixels.shape}, but the table says {len(rows)} samples")
         for place, row in enumerate(rows):
             if int(row["array_place"]) != place or pixels.shape[1:3] != (row["height"], row["width"]):
                 raise ShardDamage(f"{shard} does not hold sample {row['id']} at row {place}")
             # The array has no ids and labels. They come from the table; the shard's checksum ties them to the pixels.
-            yield Record(int(row["id"]), int(row["label"]), pixels[place])
+            yield Record(int(row["id"]), int(row["label"]), np.ascontiguousarray(pixels[place]))
 
 
 FORMAT = ArrayFormat()

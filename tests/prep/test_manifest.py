@@ -9,7 +9,8 @@ from conftest import prep_ok
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataprep.manifest import ManifestError, format_ids, load_manifest, parse_ids
+from dataprep.id_ranges import format_ids, parse_ids
+from dataprep.manifest import ManifestError, load_manifest
 
 
 @pytest.fixture(scope="module")
