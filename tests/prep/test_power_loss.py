@@ -1,8 +1,10 @@
 """What the journal relies on is durable before the journal says so, and is checked when a build continues."""
 
 import json
+import multiprocessing
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from dataprep.errors import Interrupted
 from dataprep.manifest import sha256_of, write_atomically
 from dataprep.part import Part
 from dataprep.samples import Sample
+from dataprep.writers.ffcv_process import _follow
 
 _SOURCE = "synthetic:size=32,train=8,val=2,format=jpeg"
 
@@ -207,3 +210,21 @@ def test_stopping_does_not_wait_for_the_checksum(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").write_bytes(b"content")
     with pytest.raises(Interrupted):
         sha256_of(tmp_path / "file", lambda: True)
+
+
+def test_stopping_does_not_wait_for_ffcv_to_report() -> None:
+    """Importing FFCV takes seconds, in which its process reports nothing."""
+    receiver, _sender = multiprocessing.Pipe(duplex=False)
+    child = subprocess.Popen(["sleep", "20"])
+
+    def stop(done: int) -> None:
+        assert done == 0
+        raise Interrupted
+
+    try:
+        with pytest.raises(Interrupted):
+            _follow(receiver, child, stop)  # type: ignore[arg-type]
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
