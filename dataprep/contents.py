@@ -1,5 +1,6 @@
 """Shows what a prepared folder holds: a table of its tasks, and a contact sheet of its images."""
 
+import contextlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from rich import box
 from rich.table import Table as RichTable
 
-from dataprep.imagefile import ImageFault, Pixels, decode_with_pillow
+from dataprep.imagefile import Pixels, decode_with_pillow
 from dataprep.manifest import SPLITS, Manifest, ManifestError
 from dataprep.progress import human_bytes, human_seconds, literal
 from dataprep.table import Table, rows_of_ids
@@ -124,14 +125,13 @@ def read_sample(manifest: Manifest, row: np.void, folder: Path) -> Pixels:
     """Returns one stored image as RGB, from the format that is quickest to read."""
     known = formats()
     format = min((known[name] for name in manifest.formats), key=_reading_order)
-    reader = format.reader(manifest.shards[int(row[f"{format.name}_shard"])].path_in(folder))
+    path = manifest.shards[int(row[f"{format.name}_shard"])].path_in(folder)
     try:
-        content = reader.content(row)
-        return decode_with_pillow(content) if isinstance(content, bytes) else content
-    except ImageFault as fault:
-        raise ManifestError(f"Sample {row['id']}: {fault}. Run fastcssl-prep verify {folder}.") from None
-    finally:
-        reader.close()
+        with contextlib.closing(format.reader(path)) as reader:
+            content = reader.content(row)
+            return decode_with_pillow(content) if isinstance(content, bytes) else content
+    except (OSError, EOFError, ValueError, IndexError) as error:
+        raise ManifestError(f"{path}, sample {row['id']}: {error}. Run fastcssl-prep verify {folder}.") from None
 
 
 def _reading_order(format: Format) -> tuple[bool, bool]:

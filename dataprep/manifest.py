@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +42,14 @@ class FileEntry:
     def path_in(self, folder: Path) -> Path:
         """Returns where the file is, given the manifest's folder."""
         return folder / self.path
+
+    def size_in(self, folder: Path) -> int | None:
+        """Returns the size that the file has, or None if there is no such file."""
+        try:
+            status = self.path_in(folder).stat()
+        except OSError:
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +211,7 @@ def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
         raise ManifestError(f"{error} Restore it from a copy, or run fastcssl-prep again.") from None
     if check_sizes:
         for entry in manifest.files():
-            file = entry.path_in(path.parent)
-            size = file.stat().st_size if file.is_file() else None
+            file, size = entry.path_in(path.parent), entry.size_in(path.parent)
             if size != entry.bytes:
                 found = "is missing" if size is None else f"has {size} bytes instead of {entry.bytes}"
                 raise ManifestError(f"{file} {found}. Restore it from a copy, or build the data set again.")

@@ -59,8 +59,7 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> V
     if not quick:
         with ImageMeter(console, sum(shard.count for shard in manifest.shards)) as meter:
             for entry in files.values():
-                if entry.path in whole and sha256_of(file := entry.path_in(folder)) != entry.sha256:
-                    problems.append(f"{file} has changed: its checksum differs from the manifest's.")
+                if entry.path in whole and not _has_its_checksum(folder, entry, problems):
                     whole.discard(entry.path)
             if manifest.keys.path in whole:
                 _check_keys(manifest, folder, problems)
@@ -118,11 +117,21 @@ def _check_keys(manifest: Manifest, folder: Path, problems: list[str]) -> None:
 
 
 def _has_its_size(folder: Path, entry: FileEntry, problems: list[str]) -> bool:
-    file = entry.path_in(folder)
-    size = file.stat().st_size if file.is_file() else None
+    file, size = entry.path_in(folder), entry.size_in(folder)
     if size == entry.bytes:
         return True
     problems.append(f"{file} is missing." if size is None else f"{file} has {size} bytes instead of {entry.bytes}.")
+    return False
+
+
+def _has_its_checksum(folder: Path, entry: FileEntry, problems: list[str]) -> bool:
+    file = entry.path_in(folder)
+    try:
+        if sha256_of(file) == entry.sha256:
+            return True
+        problems.append(f"{file} has changed: its checksum differs from the manifest's.")
+    except OSError as error:
+        problems.append(f"{file} cannot be read ({error.strerror}).")
     return False
 
 

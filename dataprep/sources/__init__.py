@@ -93,7 +93,10 @@ def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[s
     """Returns the opened source. `spec` is KIND or KIND:WHERE, such as imagenet100:/data/imagenet."""
     kind, _, where = spec.partition(":")
     request = SourceRequest(kind=kind, where=where, classes_file=classes_file, domains=domains)
-    source = _opener(spec, kind)(request)
+    try:
+        source = _opener(spec, kind)(request)
+    except OSError as error:
+        raise PrepError(f"{spec} cannot be read ({error}). Check its permissions and the disk.") from error
     if not isinstance(source, Source):  # someone else's code
         raise PrepError(
             f"The source '{kind}' returned {type(source).__name__}, not a dataprep.sources.Source. Repair its package."

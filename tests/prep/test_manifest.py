@@ -284,3 +284,24 @@ def test_nothing_there(tmp_path: Path) -> None:
 @given(st.sets(st.integers(0, 400)))
 def test_ids_round_trip(ids: set[int]) -> None:
     assert list(parse_ids(format_ids(sorted(ids)))) == sorted(ids)
+
+
+def test_a_file_that_cannot_be_read(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> str:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr("dataprep.verify.sha256_of", fail)
+    problems = verify_data(built, num_workers=1).problems
+    assert len(problems) == len(load_manifest(built).files())
+    assert all("cannot be read (Input/output error)" in problem for problem in problems)
+
+
+def test_a_sheet_of_a_damaged_shard(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = built / load_manifest(built).shards[0].path
+    content = shard.read_bytes()
+    shard.write_bytes(bytes(len(content)))
+    try:
+        assert main(["inspect", str(built), "--sheet", str(tmp_path / "sheet.png")]) == 2
+    finally:
+        shard.write_bytes(content)
+    assert "Run fastcssl-prep verify" in " ".join(capsys.readouterr().err.split())
