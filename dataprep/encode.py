@@ -8,9 +8,9 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -117,8 +117,7 @@ def encode_all(
                     done.set_result(_encoded(sample, stored, want_pixels))
                     finished.append(done)
             elif finished:
-                first = finished.popleft()
-                yield _awaited(lambda seconds: _result(first, seconds), should_stop)  # noqa: B023 (called at once)
+                yield _awaited(partial(_result, finished.popleft()), should_stop)
             else:
                 return
     except MemoryError:
@@ -136,10 +135,7 @@ def _awaited(poll: Callable[[float], T | None], should_stop: Callable[[], bool])
 
 
 def _result(future: Future[T], seconds: float) -> T | None:
-    try:
-        return future.result(seconds)
-    except FutureTimeout:
-        return None
+    return future.result() if wait([future], seconds).done else None
 
 
 def _transcoder(encoding: Encoding, *, want_jpeg: bool, want_pixels: bool, num_threads: int) -> Transcoder:

@@ -45,32 +45,35 @@ def images_below(folder: Path, root: Path | None = None) -> list[str]:
     `folder`, or one below it. What is named like an image but cannot be read is listed; the encoder says what is wrong.
     """
     root = root or folder
-    above = frozenset(_identity(root / parent) for parent in folder.relative_to(root).parents)
+    above: frozenset[tuple[int, int]] = frozenset()
+    for parent in reversed(folder.relative_to(root).parents):
+        above |= {_entered(root / parent, above)}
     found: list[str] = []
     # Folders to list: their path below `folder`, and the identities of the folders that contain them.
     waiting = [("", above)]
     while waiting:
         prefix, containing = waiting.pop()
         here = folder / prefix
-        own = _identity(here)
-        if own in containing:
-            raise PrepError(
-                f"{here} leads back to {here.resolve()}, a folder that contains it, so its images would be listed "
-                "again and again. Remove this link."
-            )
+        containing |= {_entered(here, containing)}
         entries = sorted(listed(here), key=lambda entry: entry.name)
         folders = [entry.name for entry in entries if is_folder(entry)]
         names = {entry.name for entry in entries} - set(folders)
         found.extend(prefix + name for name in sorted(names) if is_image(name))
-        waiting.extend((f"{prefix}{name}/", containing | {own}) for name in reversed(folders))
+        waiting.extend((f"{prefix}{name}/", containing) for name in reversed(folders))
     return found
 
 
-def _identity(folder: Path) -> tuple[int, int]:
+def _entered(folder: Path, containing: frozenset[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the identity of a folder, which must not be one of those that contain it."""
     try:
         status = folder.stat()
     except OSError as error:
         raise PrepError(f"{folder} cannot be read ({error.strerror}). Change its permissions, or move it.") from None
+    if (status.st_dev, status.st_ino) in containing:
+        raise PrepError(
+            f"{folder} leads back to {folder.resolve()}, a folder that contains it, so its images would be listed "
+            "again and again. Remove this link."
+        )
     return status.st_dev, status.st_ino
 
 

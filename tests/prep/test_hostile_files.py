@@ -53,6 +53,13 @@ def test_a_link_to_a_folder_that_contains_it(tmp_path: Path, link: str, target: 
         open_source(f"folder:{root}")
 
 
+def test_a_class_is_not_reached_through_a_cycle(tmp_path: Path) -> None:
+    root = small_tree(tmp_path / "source")
+    (root / "domain").symlink_to(root)
+    with pytest.raises(PrepError, match="leads back to"):
+        images_below(root / "domain" / "a", root)
+
+
 def test_other_links_are_followed(tmp_path: Path) -> None:
     root = small_tree(tmp_path / "source")
     elsewhere = small_tree(tmp_path / "elsewhere", ("c",))
