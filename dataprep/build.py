@@ -8,7 +8,7 @@ Therefore a build that is killed loses at most two parts, and the next start wri
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,23 @@ from rich.console import Console
 
 from dataprep.encode import Encoded, Encoding, encode_all
 from dataprep.errors import Interrupted, PrepError, output_error
-from dataprep.journal import FOLDER, JobIdentity, Journal, SealedFile, SealedPart, part_name, refuse_other_job
+from dataprep.journal import (
+    FOLDER,
+    JobIdentity,
+    Journal,
+    SealedFile,
+    SealedPart,
+    finish_removal,
+    part_name,
+    refuse_other_job,
+)
 from dataprep.manifest import (
     DEFAULT_NAME,
     SPLITS,
     Manifest,
     SplitName,
     load_manifest,
+    make_folder,
     sha256_of,
 )
 from dataprep.part import Part
@@ -36,6 +46,7 @@ from dataprep.sources import Source
 from dataprep.splits import assemble, order_name
 from dataprep.writers import DerivedFormat, DerivedWriter, Format, StreamedFormat, formats
 
+_POLL_SECONDS = 0.2
 _SHUFFLE_SEED = 1  # seeds the order inside a task, which is part of the format and not a setting
 
 
@@ -84,8 +95,8 @@ class BuildResult:
 def build(job: BuildJob, console: Console, should_stop: Callable[[], bool] = lambda: False) -> BuildResult:
     """Runs or resumes a build and returns its result.
 
-    `should_stop` is called between samples. (An exception raised in a signal handler could interrupt the code anywhere,
-    even while it holds a lock.)
+    `should_stop` is called several times per second. (An exception raised in a signal handler could interrupt the code
+    anywhere, even while it holds a lock.)
     """
     known = formats()
     chosen = [known[name] for name in job.formats]
@@ -94,9 +105,12 @@ def build(job: BuildJob, console: Console, should_stop: Callable[[], bool] = lam
             format.require()
     plan = split(job.source.samples, job.source.classes, job.source.domains, job.scenario)
     try:
-        if (job.out / f"{DEFAULT_NAME}.json").exists() and not (job.out / FOLDER / "journal").exists():
+        has_journal = (job.out / FOLDER / "journal").exists()
+        if (job.out / f"{DEFAULT_NAME}.json").exists() and not has_journal:
             return _already_built(job)
-        with Journal(job.out, job.identity()) as journal:
+        if has_journal:
+            console.print("Checking what is already stored.", highlight=False)
+        with Journal(job.out, job.identity(), should_stop) as journal:
             return _Builder(job, plan, chosen, journal, console, should_stop).run()
     except OSError as error:
         raise output_error(job.out, error) from error
@@ -119,6 +133,7 @@ def _already_built(job: BuildJob) -> BuildResult:
         limit_per_class=encoding.limit_per_class,
     )
     refuse_other_job(job.out, there.to_json(), job.identity())
+    finish_removal(job.out)
     total = manifest.source.num_train + manifest.source.num_val
     none = (0,) * len(manifest.tasks)
     return BuildResult(
@@ -172,6 +187,11 @@ class _Builder:
                                 self._derive(format, writer, task, name)
             finally:
                 self.sealer.shutdown(wait=True)
+        if not any(part.files for part in self.journal.parts):
+            raise PrepError(
+                f"None of the {counted(self.num_corrupt, 'image')} can be decoded, so there is nothing to store. "
+                "Check the source."
+            )
         manifest = assemble(self.job, self.plan, self.journal)
         by_task = [[part for part in self.journal.parts if part.task == task] for task in range(num_tasks)]
         self.journal.remove()
@@ -239,6 +259,7 @@ class _Builder:
             want_jpeg=any(f.stores == "jpeg" for f in self.streamed),
             want_pixels=any(f.stores == "pixels" for f in self.streamed),
             num_threads=self.job.num_workers,
+            should_stop=self.should_stop,
         )
 
     def _new_part(self, task: int, name: SplitName, number: int) -> Part:
@@ -279,11 +300,16 @@ class _Builder:
     def _await_seal(self) -> None:
         if self.sealing is not None:
             sealing, self.sealing = self.sealing, None
+            while not wait([sealing], timeout=_POLL_SECONDS).done:
+                if self.should_stop():
+                    raise Interrupted
             sealing.result()
 
     def _seal_now(self, part: Part) -> None:
         try:
-            sealed = part.seal(self.job.out, self.journal.rows_path(part.task, part.split, part.number))
+            sealed = part.seal(
+                self.job.out, self.journal.rows_path(part.task, part.split, part.number), self.should_stop
+            )
         except BaseException:
             part.abandon()
             raise
@@ -300,7 +326,7 @@ class _Builder:
             return
         began = time.monotonic()
         path = self.job.out / (part_name(task, name, None) + format.suffix)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         done = 0
 
         def on_progress(now_done: int) -> None:
@@ -316,7 +342,7 @@ class _Builder:
             path=path.relative_to(self.job.out).as_posix(),
             format=format.name,
             bytes=path.stat().st_size,
-            sha256=sha256_of(path),
+            sha256=sha256_of(path, self.should_stop),
             count=count,
         )
         self.journal.seal(

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 
 from dataprep import help
 from dataprep.api import build_data, draw_sheet, split_data, verify_data
@@ -20,7 +19,7 @@ from dataprep.errors import Interrupted, PrepError, UserError
 from dataprep.help import Flag
 from dataprep.manifest import load_manifest, manifest_path
 from dataprep.orders import asked_tasks
-from dataprep.progress import counted, human_bytes
+from dataprep.progress import counted, human_bytes, literal
 from dataprep.scenario import Kind
 from dataprep.table import load_table
 
@@ -186,9 +185,10 @@ def main(args: list[str] | None = None) -> int:
             return _verify(command, console)
         return _inspect(command, console)
     except UserError as error:
-        errors.print(f"[bold red]error:[/] {_literal(str(error))}", highlight=False)
+        errors.print(f"[bold red]error:[/] {literal(str(error))}", highlight=False)
         return 2
     except KeyboardInterrupt:
+        errors.print("Interrupted.")
         return 130
     except Interrupted:
         errors.print("Interrupted. Complete shards are kept: run the same command again to continue.")
@@ -204,13 +204,13 @@ def _build(command: Build, console: Console) -> int:
         samples, classes = job.source.samples, job.source.classes
         num_val = int(samples.is_val_S.sum())
         console.print(
-            f"[bold]{_literal(command.source)}[/]: {len(samples) - num_val:,} training and {num_val:,} validation "
-            f"images, {len(classes):,} classes -> {', '.join(job.formats)} in {_literal(str(command.out))} "
+            f"[bold]{literal(command.source)}[/]: {len(samples) - num_val:,} training and {num_val:,} validation "
+            f"images, {len(classes):,} classes -> {', '.join(job.formats)} in {literal(str(command.out))} "
             f"({job.scenario}, {job.num_workers} threads)",
             highlight=False,
         )
         for note in job.source.notes:
-            console.print(f"note: {_literal(note)}", highlight=False)
+            console.print(f"note: {literal(note)}", highlight=False)
 
     with ExitStack() as stack:
         result = build_data(
@@ -269,7 +269,7 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
         return
     if result.num_resumed:
         console.print(f"Resumed after {counted(result.num_resumed, 'image')} already stored.", highlight=False)
-    console.print(description(manifest), highlight=False)
+    console.print(literal(description(manifest)), highlight=False)
     console.print(
         task_table(
             manifest,
@@ -279,7 +279,7 @@ def _report(result: BuildResult, job: BuildJob, console: Console) -> None:
         )
     )
     for entry in manifest.quarantine[:_MAX_LISTED]:
-        console.print(f"quarantined {_literal(entry.path)}: {_literal(entry.reason)}", highlight=False)
+        console.print(f"quarantined {literal(entry.path)}: {literal(entry.reason)}", highlight=False)
     if len(manifest.quarantine) > _MAX_LISTED:
         console.print(
             f"... and {len(manifest.quarantine) - _MAX_LISTED} more, listed in the manifest.", highlight=False
@@ -305,7 +305,7 @@ def _split(command: Resplit, console: Console) -> int:
         order=asked.order,
         sizes=asked.sizes,
     )
-    console.print(description(manifest), highlight=False)
+    console.print(literal(description(manifest)), highlight=False)
     console.print(task_table(manifest, load_table(manifest, path.parent)))
     console.print(f"Manifest: {path.parent / (manifest.name + '.json')} (no shard was touched)", highlight=False)
     return 0
@@ -314,7 +314,7 @@ def _split(command: Resplit, console: Console) -> int:
 def _verify(command: Verify, console: Console) -> int:
     report = verify_data(command.dir, quick=command.quick, num_workers=command.workers, console=console)
     for problem in report.problems:
-        console.print(f"[red]problem:[/] {_literal(problem)}", highlight=False)
+        console.print(f"[red]problem:[/] {literal(problem)}", highlight=False)
     what = "sizes and counts" if command.quick else f"checksums and {counted(report.num_images, 'image')}"
     names = ", ".join(f"{name}.json" for name in report.manifests)
     files, found = counted(report.num_files, "file"), counted(len(report.problems), "problem")
@@ -327,10 +327,10 @@ def _inspect(command: Inspect, console: Console) -> int:
     path = manifest_path(command.dir)
     manifest = load_manifest(path)
     table = load_table(manifest, path.parent)
-    console.print(description(manifest), highlight=False)
+    console.print(literal(description(manifest)), highlight=False)
     console.print(task_table(manifest, table))
     for line in class_lines(manifest):
-        console.print(_literal(line), highlight=False)
+        console.print(literal(line), highlight=False)
     if manifest.quarantine:
         console.print(f"{counted(len(manifest.quarantine), 'image')} quarantined.", highlight=False)
     if command.views is not None and command.sheet is None:
@@ -339,11 +339,6 @@ def _inspect(command: Inspect, console: Console) -> int:
         draw_sheet(path, command.sheet, views=command.views)
         console.print(f"Contact sheet: {command.sheet}", highlight=False)
     return 0
-
-
-def _literal(text: str) -> str:
-    """Returns a text, such as a file name, with everything escaped that rich or a terminal would interpret."""
-    return escape(text.encode("utf-8", "backslashreplace").decode())
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Shows what a prepared folder holds: a table of its tasks, and a contact sheet of its images."""
 
+import contextlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,9 @@ from PIL import Image, ImageDraw, ImageFont
 from rich import box
 from rich.table import Table as RichTable
 
-from dataprep.encode import Pixels, decode_with_pillow
+from dataprep.imagefile import Pixels, decode_with_pillow
 from dataprep.manifest import SPLITS, Manifest, ManifestError
-from dataprep.progress import human_bytes, human_seconds
+from dataprep.progress import human_bytes, human_seconds, literal
 from dataprep.table import Table, rows_of_ids
 from dataprep.writers import DerivedFormat, Format, formats
 
@@ -47,7 +48,7 @@ def task_table(
         total_bytes += num_bytes
         cells = [
             f"{number}",
-            task.name,
+            literal(task.name),
             f"{len(task.classes):,}",
             f"{task.train.count:,}",
             f"{task.val.count:,}",
@@ -124,12 +125,13 @@ def read_sample(manifest: Manifest, row: np.void, folder: Path) -> Pixels:
     """Returns one stored image as RGB, from the format that is quickest to read."""
     known = formats()
     format = min((known[name] for name in manifest.formats), key=_reading_order)
-    reader = format.reader(manifest.shards[int(row[f"{format.name}_shard"])].path_in(folder))
+    path = manifest.shards[int(row[f"{format.name}_shard"])].path_in(folder)
     try:
-        content = reader.content(row)
-        return decode_with_pillow(content) if isinstance(content, bytes) else content
-    finally:
-        reader.close()
+        with contextlib.closing(format.reader(path)) as reader:
+            content = reader.content(row)
+            return decode_with_pillow(content) if isinstance(content, bytes) else content
+    except (OSError, EOFError, ValueError, IndexError) as error:
+        raise ManifestError(f"{path}, sample {row['id']}: {error}. Run fastcssl-prep verify {folder}.") from None
 
 
 def _reading_order(format: Format) -> tuple[bool, bool]:

@@ -4,25 +4,25 @@ Native threads (dataprep._codec) read, check, resize and re-encode JPEGs. Pillow
 interpreter lock, decodes other formats; the pixels then take the same native path.
 """
 
-import io
 import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dataprep._codec import Status, Stored, Transcoder
-from dataprep.errors import PrepError
+from dataprep.errors import Interrupted, PrepError
+from dataprep.imagefile import ImageFault, Pixels, decode_with_pillow, out_of_memory
 from dataprep.samples import Sample
 
-Pixels = npt.NDArray[np.uint8]
 Check = Literal["full", "header"]
+_POLL_SECONDS = 0.2
+T = TypeVar("T")
 MAX_SIDE_PX = 65_535  # the limit of FFCV's and the sample table's 16-bit columns, and above that of JPEG
 
 
@@ -78,8 +78,13 @@ def encode_all(
     want_jpeg: bool,
     want_pixels: bool,
     num_threads: int,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Encoded]:
-    """Yields every sample encoded, in order. `num_threads` threads work on a bounded number of samples at a time."""
+    """Yields every sample encoded, in order. `num_threads` threads work on a bounded number of samples at a time.
+
+    `should_stop` is called several times per second; when it returns true, Interrupted is raised without waiting for
+    images that are being encoded.
+    """
     native = _transcoder(encoding, want_jpeg=want_jpeg, want_pixels=want_pixels, num_threads=num_threads)
     submitted: deque[Sample] = deque()
     finished: deque[Future[Encoded]] = deque()
@@ -93,56 +98,44 @@ def encode_all(
         except ImageFault as fault:
             return Encoded(sample=sample, fault=str(fault))
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="pillow") as pillow:
-        try:
-            while True:
-                while not exhausted and len(submitted) + len(finished) < room:
-                    sample = next(waiting, None)
-                    exhausted = sample is None
-                    if sample is not None:
-                        _submit(native, payload(sample))
-                        submitted.append(sample)
-                if submitted and not (finished and finished[0].done()) and len(finished) < room // 2:
-                    sample, stored = submitted.popleft(), native.pop()
-                    if stored.status == Status.foreign:
-                        finished.append(pillow.submit(through_pillow, sample, stored.file))
-                    else:
-                        done: Future[Encoded] = Future()
-                        done.set_result(_encoded(sample, stored, want_pixels))
-                        finished.append(done)
-                elif finished:
-                    yield finished.popleft().result()
-                else:
-                    return
-        finally:
-            pillow.shutdown(wait=True, cancel_futures=True)
-
-
-class ImageFault(Exception):
-    """The image cannot be decoded; the text says why."""
-
-
-def decode_with_pillow(file: bytes) -> Pixels:
-    """Returns an image file as RGB: the first frame, upright, 16-bit values scaled, transparency over white."""
+    pillow = ThreadPoolExecutor(num_threads, thread_name_prefix="pillow")
     try:
-        with Image.open(io.BytesIO(file)) as opened:
-            opened.load()
-            image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith("I"):
-                # 16-bit grey. Pillow's own conversion would clip it at 255.
-                grey = np.clip(np.rint(np.asarray(image).astype(np.float64) / 257.0), 0, 255).astype(np.uint8)
-                return np.ascontiguousarray(np.repeat(grey[:, :, None], 3, axis=2))
-            if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return np.ascontiguousarray(np.asarray(image.convert("RGB")))
-    except Image.DecompressionBombError as error:
-        raise ImageFault(str(error)) from None
-    except UnidentifiedImageError:
-        raise ImageFault("it is not an image of a known format") from None
-    # Pillow's plugins raise many kinds of errors on damaged files.
-    except (OSError, ValueError, SyntaxError, IndexError, KeyError, TypeError, EOFError, MemoryError) as error:
-        raise ImageFault(f"it cannot be decoded ({error})") from None
+        while True:
+            while not exhausted and len(submitted) + len(finished) < room:
+                sample = next(waiting, None)
+                exhausted = sample is None
+                if sample is not None:
+                    _submit(native, payload(sample))
+                    submitted.append(sample)
+            if submitted and not (finished and finished[0].done()) and len(finished) < room // 2:
+                stored = _awaited(native.pop, should_stop)
+                sample = submitted.popleft()
+                if stored.status == Status.foreign:
+                    finished.append(pillow.submit(through_pillow, sample, stored.file))
+                else:
+                    done: Future[Encoded] = Future()
+                    done.set_result(_encoded(sample, stored, want_pixels))
+                    finished.append(done)
+            elif finished:
+                yield _awaited(partial(_result, finished.popleft()), should_stop)
+            else:
+                return
+    except MemoryError:
+        raise out_of_memory() from None
+    finally:
+        pillow.shutdown(wait=False, cancel_futures=True)
+
+
+def _awaited(poll: Callable[[float], T | None], should_stop: Callable[[], bool]) -> T:
+    """Returns what `poll` returns within its seconds, asking again and again. Between calls, signals are handled."""
+    while (found := poll(_POLL_SECONDS)) is None:
+        if should_stop():
+            raise Interrupted
+    return found
+
+
+def _result(future: Future[T], seconds: float) -> T | None:
+    return future.result() if wait([future], seconds).done else None
 
 
 def _transcoder(encoding: Encoding, *, want_jpeg: bool, want_pixels: bool, num_threads: int) -> Transcoder:

@@ -6,20 +6,22 @@ DIR/.build/rows/        the sample-table rows of every part
 DIR/.build/spool/       temporary tar parts from which a derived format is made
 """
 
+import errno
 import fcntl
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dataprep.errors import PrepError
-from dataprep.manifest import SplitName, write_atomically
+from dataprep.manifest import SplitName, make_folder, sha256_of, sync_folder, write_atomically
 
 FOLDER = ".build"
 _DERIVED = -1  # the part number that marks a derived file in a line of the journal
@@ -50,6 +52,7 @@ class SealedPart:
     seconds: float
     files: list[SealedFile]
     quarantine: list[dict[str, Any]] = field(default_factory=list)
+    rows: dict[str, Any] | None = None  # the file of the table's rows; None in journals of version 0.1, and if derived
 
     @property
     def is_derived(self) -> bool:
@@ -68,8 +71,9 @@ class SealedPart:
         return json.dumps(content).encode() + b"\n"
 
     @classmethod
-    def from_content(cls, content: dict[str, Any]) -> "SealedPart":
-        """Returns the part that a line of the journal describes."""
+    def from_line(cls, line: bytes) -> "SealedPart":
+        """Returns the part that a line of the journal describes. Raises an exception if the line is damaged."""
+        content = json.loads(line)
         files = [SealedFile(**file) for file in content.pop("files")]
         number = content.pop("part")
         return cls(**content, number=None if number == _DERIVED else number, files=files)
@@ -116,20 +120,19 @@ def part_name(task: int, split: SplitName, number: int | None) -> str:
 class Journal:
     """The record of the sealed parts. It holds the folder's lock while it is open."""
 
-    def __init__(self, out: Path, job: JobIdentity) -> None:
+    def __init__(self, out: Path, job: JobIdentity, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Opens the journal of a folder. What is not as the journal says, byte for byte, does not count as sealed."""
         self.out = out
         self.folder = out / FOLDER
         self.parts: list[SealedPart] = []
-        out.mkdir(parents=True, exist_ok=True)
-        # A record lock ends with this process, even if it is killed, and child processes do not inherit it.
-        self._lock = (out / ".lock").open("a+")
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
+        self._should_stop = should_stop
+        make_folder(out)
+        lock = _locked(out)
+        if lock is None:
             raise PrepError(
                 f"Another fastcssl-prep is writing into {out}. Wait until it ends, or choose another --out."
-            ) from None
+            )
+        self._lock = lock
         try:
             self._open(job)
         except BaseException:
@@ -138,7 +141,7 @@ class Journal:
 
     def _open(self, job: JobIdentity) -> None:
         self._refuse_strangers()
-        (self.folder / "rows").mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder / "rows")
         job_file = self.folder / "job.json"
         if job_file.exists():
             refuse_other_job(self.out, _load_json(job_file), job)
@@ -146,16 +149,14 @@ class Journal:
             write_atomically(job_file, json.dumps(job.to_json(), indent=1).encode())
         self._path = self.folder / "journal"
         self._path.touch()
+        sync_folder(self.folder)
         whole = 0
         for line in self._path.read_bytes().splitlines(keepends=True):
             try:
-                content = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                content = None
-            if content is None:
+                part = SealedPart.from_line(line)
+            except (ValueError, TypeError, KeyError, AttributeError):
                 break  # the line was cut off while it was written: that part is written again
-            part = SealedPart.from_content(content)
-            if not all(self._is_there(file) for file in part.files):
+            if not line.endswith(b"\n") or not self._is_whole(part):
                 break
             self.parts.append(part)
             whole += len(line)
@@ -173,9 +174,29 @@ class Journal:
                 f"{self.out} already holds other files, such as {strange[0]}. Choose an empty folder with --out."
             )
 
-    def _is_there(self, file: SealedFile) -> bool:
-        path = self.out / file.path
-        return path.is_file() and path.stat().st_size == file.bytes
+    def _is_whole(self, part: SealedPart) -> bool:
+        """Returns whether all files of a part have the size and checksum that the journal says."""
+        entries = [asdict(file) for file in part.files]
+        entries += [file.index for file in part.files if file.index]
+        if part.rows is not None:
+            entries.append(part.rows)
+        elif not part.is_derived and not self._has_rows(part):
+            return False
+        for entry in entries:
+            path = self.out / entry["path"]
+            if not path.is_file() or path.stat().st_size != entry["bytes"]:
+                return False
+            if sha256_of(path, self._should_stop) != entry["sha256"]:
+                return False
+        return True
+
+    def _has_rows(self, part: SealedPart) -> bool:
+        """Returns whether the rows of a part can be read, for journals that do not say their checksum."""
+        try:
+            rows = np.load(self.rows_path(part.task, part.split, part.number), allow_pickle=False)
+        except (OSError, EOFError, ValueError):
+            return False
+        return bool(rows.shape == (part.num_consumed - len(part.quarantine),))
 
     def _remove_unsealed(self) -> None:
         sealed = {file.path for part in self.parts for file in part.files}
@@ -228,6 +249,32 @@ class Journal:
     ) -> None:
         self._file.close()
         self._lock.close()
+
+
+def _locked(out: Path) -> IO[str] | None:
+    """Returns the folder's lock, or None if another process holds it.
+
+    A record lock ends with this process, even if it is killed, and child processes do not inherit it.
+    """
+    lock = (out / ".lock").open("a+")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return None
+        raise
+    return lock
+
+
+def finish_removal(out: Path) -> None:
+    """Removes what a build that was killed after its last step has left of its journal. The folder is complete."""
+    if not (out / FOLDER).exists():
+        return
+    lock = _locked(out)
+    if lock is not None:  # otherwise the other process is removing it
+        with lock:
+            shutil.rmtree(out / FOLDER)
 
 
 def refuse_other_job(out: Path, there: dict[str, Any], job: JobIdentity) -> None:

@@ -5,18 +5,24 @@ is complete. Several manifests may describe the same shards, each with a differe
 only the standard library, and nothing in a manifest is ever executed.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from dataprep.errors import PrepError, unreadable
+from dataprep.contract import faults
+from dataprep.errors import Interrupted, PrepError, unreadable
+from dataprep.id_ranges import parse_ids
 
 SCHEMA_VERSION = 1
+_MAX_BYTES = 1 << 28  # ids take 9 bytes each if their order is random: 29 million images
 DEFAULT_NAME = "manifest"
+_BLOCK_BYTES = 1 << 22
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 
@@ -36,6 +42,14 @@ class FileEntry:
     def path_in(self, folder: Path) -> Path:
         """Returns where the file is, given the manifest's folder."""
         return folder / self.path
+
+    def size_in(self, folder: Path) -> int | None:
+        """Returns the size that the file has, or None if there is no such file."""
+        try:
+            status = self.path_in(folder).stat()
+        except OSError:
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,10 +185,13 @@ def manifest_path(where: Path) -> Path:
 def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
     """Reads a manifest and returns it.
 
-    Raises ManifestError if the version is unknown, a file is missing or has another size, or a path leaves the folder.
+    Raises ManifestError if the version is unknown, a file is missing or has another size, a path leaves the folder, or
+    the entries contradict each other.
     """
     path = manifest_path(where)
     try:
+        if (num_bytes := path.stat().st_size) > _MAX_BYTES:
+            raise ManifestError(f"{path} has {num_bytes} bytes, more than {_MAX_BYTES}; it is not a manifest.")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ManifestError(unreadable(path, error, "Check its permissions.")) from None
@@ -183,12 +200,13 @@ def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
     version = content.get("schema") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
         raise ManifestError(
-            f"{path} has schema version {version!r}; this version of fastcssl reads {SCHEMA_VERSION}. "
+            f"{path} has schema version {version!r:.40}; this version of fastcssl reads {SCHEMA_VERSION}. "
             "Prepare the data again, or use the version that wrote it."
         )
     try:
         manifest: Manifest = typed(Manifest, content, str(path))
-        _check(manifest, path)
+        for fault in faults(manifest, path.parent):
+            raise ManifestError(f"{path}: {fault}.")
     except ManifestError as error:
         raise ManifestError(f"{error} Restore it from a copy, or run fastcssl-prep again.") from None
     if check_sizes:
@@ -199,32 +217,10 @@ def load_manifest(where: Path, *, check_sizes: bool = True) -> Manifest:
 
 def check_size(entry: FileEntry, folder: Path) -> None:
     """Raises ManifestError if a file is missing or does not have the size that the manifest says."""
-    file = entry.path_in(folder)
-    size = file.stat().st_size if file.is_file() else None
+    file, size = entry.path_in(folder), entry.size_in(folder)
     if size != entry.bytes:
         found = "is missing" if size is None else f"has {size} bytes instead of {entry.bytes}"
         raise ManifestError(f"{file} {found}. Restore it from a copy, or build the data set again.")
-
-
-def _check(manifest: Manifest, path: Path) -> None:
-    for entry in manifest.files():
-        parts = PurePosixPath(entry.path)
-        inside = not parts.is_absolute() and ".." not in parts.parts and "\\" not in entry.path and parts.parts
-        if not inside or not entry.path_in(path.parent).resolve().is_relative_to(path.parent.resolve()):
-            raise ManifestError(f"{path} names {entry.path!r}, which leaves its folder.")
-    if manifest.scenario.num_tasks != len(manifest.tasks):
-        raise ManifestError(f"{path} says {manifest.scenario.num_tasks} tasks but lists {len(manifest.tasks)}.")
-    for number, task in enumerate(manifest.tasks):
-        for split in SPLITS:
-            part = task.part(split)
-            if any(not 0 <= i < len(manifest.shards) for shards in part.shards.values() for i in shards):
-                raise ManifestError(f"{path}: task {number} names a shard that the manifest does not list.")
-            try:
-                count = sum(last - first + 1 for first, last in _parse_ranges(part.ids))
-            except ValueError as error:
-                raise ManifestError(f"{path}: task {number}, {split}: {error}.") from None
-            if count != part.count:
-                raise ManifestError(f"{path}: task {number} lists {count} {split} ids but says {part.count}.")
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
@@ -237,7 +233,8 @@ def typed(kind: Any, value: Any, where: str) -> Any:
             raise ManifestError(f"{where}: expected an object, found {type(value).__name__}.")
         if set(value) != set(hints):
             strange = sorted(set(value) ^ set(hints))[0]
-            raise ManifestError(f"{where}: the key '{strange}' is {'unknown' if strange in value else 'missing'}.")
+            is_known = strange not in value
+            raise ManifestError(f"{where}: the key {strange!r:.80} is {'missing' if is_known else 'unknown'}.")
         return kind(**{name: typed(hint, value[name], f"{where}: {name}") for name, hint in hints.items()})
     origin, args = getattr(kind, "__origin__", None), get_args(kind)
     if origin is list and isinstance(value, list):
@@ -248,44 +245,21 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         return value
     if type(None) in args:  # optional
         return None if value is None else typed(args[0], value, where)
-    if isinstance(kind, type) and origin is None and isinstance(value, kind) and not (kind is int and value is True):
+    if isinstance(kind, type) and origin is None and type(value) is kind:
         return value
     raise ManifestError(f"{where}: {value!r:.60} is not a valid value.")
 
 
-def format_ids(sorted_ids: Iterable[int]) -> str:
-    """Returns sorted ids as ranges, such as "0-499,612"."""
-    ranges: list[list[int]] = []
-    for i in sorted_ids:
-        if ranges and ranges[-1][1] == i - 1:
-            ranges[-1][1] = i
-        else:
-            ranges.append([i, i])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-
-
-def parse_ids(text: str) -> Iterable[int]:
-    """Yields the ids of a text that `format_ids` wrote."""
-    for first, last in _parse_ranges(text):
-        yield from range(first, last + 1)
-
-
-def _parse_ranges(text: str) -> Iterable[tuple[int, int]]:
-    previous = -1
-    for item in filter(None, text.split(",")):
-        begin, _, end = item.partition("-")
-        if not begin.isdecimal() or (end and not end.isdecimal()):
-            raise ValueError(f"'{item[:40]}' is not a range of ids")
-        first, last = int(begin), int(end or begin)
-        if first <= previous or last < first:
-            raise ValueError(f"'{item[:40]}' is out of order")
-        previous = last
-        yield first, last
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(path: Path, should_stop: Callable[[], bool] = lambda: False) -> str:
+    """Returns the checksum of a file. Raises Interrupted when `should_stop`, called between blocks, returns true."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            if should_stop():
+                raise Interrupted
+    return digest.hexdigest()
 
 
 def entry_of(path: Path, folder: Path) -> FileEntry:
@@ -293,19 +267,43 @@ def entry_of(path: Path, folder: Path) -> FileEntry:
     return FileEntry(path=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=sha256_of(path))
 
 
+# ---- Durable files ---------------------------------------------------------------------------------------------------
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file so that after a crash it has either its old or its complete new content."""
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        part.write_bytes(content)
+        settle(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def settle(part: Path, path: Path) -> None:
+    """Gives a complete file its final name. When this returns, the content and the name outlast a power loss."""
+    descriptor = os.open(part, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     os.replace(part, path)
     sync_folder(path.parent)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder and the folders that contain it, so that they outlast a power loss."""
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in made:
+        with contextlib.suppress(PermissionError):  # a folder may be writable and not readable
+            sync_folder(one.parent)
+
+
 def sync_folder(folder: Path) -> None:
-    """Makes renames inside a folder durable."""
+    """Makes new names inside a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

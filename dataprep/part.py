@@ -1,9 +1,8 @@
 """A part: a run of samples that all streamed formats write side by side, and that is then sealed."""
 
 import contextlib
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from dataprep.encode import Encoded
 from dataprep.errors import PrepError
 from dataprep.journal import SealedFile, SealedPart
-from dataprep.manifest import QuarantineEntry, SplitName, entry_of, sha256_of, sync_folder
+from dataprep.manifest import QuarantineEntry, SplitName, entry_of, make_folder, settle, sha256_of
 from dataprep.progress import human_bytes
 from dataprep.table import save_table, table_dtype
 from dataprep.writers import ShardWriter, StreamedFormat
@@ -43,7 +42,7 @@ class Part:
         self._num_warnings = 0
         self._began = time.monotonic()
         for format, path in self._targets.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             self._writers[format] = format.open(path.with_name(path.name + _UNFINISHED))
 
     def overflows(self, encoded: Encoded) -> bool:
@@ -72,9 +71,13 @@ class Part:
         """Records a damaged sample, which is not written."""
         self._quarantine.append(QuarantineEntry(id=encoded.sample.id, path=encoded.sample.key, reason=encoded.fault))
 
-    def seal(self, out: Path, rows_path: Path) -> SealedPart:
-        """Completes the files and moves them to their final names. They count once the caller journals the result."""
-        files = [self._seal_file(format, path, out) for format, path in self._targets.items()] if self._rows else []
+    def seal(self, out: Path, rows_path: Path, should_stop: Callable[[], bool]) -> SealedPart:
+        """Completes the files and moves them to their final names. They count once the caller journals the result.
+
+        When this returns, all that the result names outlasts a power loss.
+        """
+        targets = self._targets.items() if self._rows else ()
+        files = [self._seal_file(format, path, out, should_stop) for format, path in targets]
         if not self._rows:
             self.abandon()
         save_table(np.array(self._rows, table_dtype([f.name for f in self._targets])), rows_path)
@@ -88,20 +91,20 @@ class Part:
             seconds=time.monotonic() - self._began,
             files=files,
             quarantine=[asdict(entry) for entry in self._quarantine],
+            rows=asdict(entry_of(rows_path, out)),
         )
 
-    def _seal_file(self, format: StreamedFormat, path: Path, out: Path) -> SealedFile:
+    def _seal_file(self, format: StreamedFormat, path: Path, out: Path, should_stop: Callable[[], bool]) -> SealedFile:
         writer = self._writers[format]
         writer.finish()
         unfinished = path.with_name(path.name + _UNFINISHED)
-        digest = sha256_of(unfinished)
-        os.replace(unfinished, path)
+        digest = sha256_of(unfinished, should_stop)
         index = None
         if writer.index is not None:
             index_path = path.with_name(path.name + ".idx")
-            os.replace(writer.index, index_path)
+            settle(writer.index, index_path)
             index = asdict(entry_of(index_path, out))
-        sync_folder(path.parent)
+        settle(unfinished, path)
         return SealedFile(
             path=path.relative_to(out).as_posix(),
             format=format.name,
@@ -118,3 +121,5 @@ class Part:
                 writer.abandon()
             path = self._targets[format]
             path.with_name(path.name + _UNFINISHED).unlink(missing_ok=True)
+            if writer.index is not None:
+                writer.index.unlink(missing_ok=True)

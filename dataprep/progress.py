@@ -1,14 +1,17 @@
 """Shows progress: a live bar on a terminal, a plain line every few seconds elsewhere."""
 
+import re
 import time
 from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 _LINE_SECONDS = 5.0
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # a terminal obeys these; lines may end
 
 
 def human_bytes(count: float) -> str:
@@ -32,6 +35,12 @@ def human_seconds(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m"
     return f"{minutes}m {rest:02d}s" if minutes else f"{seconds:.1f}s"
+
+
+def literal(text: str) -> str:
+    """Returns a text, such as a file name, with everything escaped that rich or a terminal would interpret."""
+    plain = text.encode("utf-8", "backslashreplace").decode()
+    return escape(_CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), plain))
 
 
 class _RateColumn(ProgressColumn):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dataprep.errors import PrepError
+from dataprep.id_ranges import format_ids
 from dataprep.journal import Journal, SealedFile
 from dataprep.manifest import (
     DEFAULT_NAME,
@@ -24,7 +25,6 @@ from dataprep.manifest import (
     TaskEntry,
     TaskSplit,
     entry_of,
-    format_ids,
     load_manifest,
     manifest_path,
     write_atomically,

@@ -5,17 +5,18 @@ stored width and height. Quarantined samples keep their row (is_stored = false),
 partitions exactly the samples of the source.
 """
 
+import contextlib
 import hashlib
 import io
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dataprep.contract import num_samples
 from dataprep.errors import unreadable
-from dataprep.manifest import Manifest, ManifestError
+from dataprep.manifest import Manifest, ManifestError, settle
 from dataprep.places import check_places
 from dataprep.samples import Samples
 
@@ -60,11 +61,16 @@ def empty_table(samples: Samples, formats: list[str]) -> Table:
 
 
 def save_table(table: Table, path: Path) -> None:
-    """Writes and syncs a table."""
-    with path.open("wb") as file:
-        np.lib.format.write_array(file, table, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes a table durably."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            np.lib.format.write_array(file, table, allow_pickle=False)
+        settle(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def load_table(manifest: Manifest, folder: Path) -> Table:
@@ -83,6 +89,8 @@ def load_table(manifest: Manifest, folder: Path) -> Table:
     table = _parsed(content, path)
     if table.dtype != table_dtype(manifest.formats):
         raise ManifestError(f"{path} does not have the columns of the manifest's formats. {_RESTORE}")
+    if len(table) != (count := num_samples(manifest)):
+        raise ManifestError(f"{path} has {len(table)} rows, but the manifest says {count} samples. {_RESTORE}")
     if why := check_places(table, manifest):
         raise ManifestError(f"{path}: {why}. {_RESTORE}")
     return table

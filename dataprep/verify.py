@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
+from dataprep.contract import num_samples
 from dataprep.encode import Encoding, Resize, encode_all
 from dataprep.manifest import (
     DEFAULT_NAME,
@@ -20,7 +21,7 @@ from dataprep.manifest import (
     sha256_of,
 )
 from dataprep.progress import ImageMeter
-from dataprep.samples import Sample
+from dataprep.samples import NO_DOMAIN, Sample
 from dataprep.table import Table, load_table, rows_of_ids
 from dataprep.writers import Record, ShardDamage, formats
 
@@ -42,9 +43,7 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> V
     manifest = load_manifest(path, check_sizes=False)
     problems: list[str] = []
     files = {entry.path: entry for entry in manifest.files()}
-    others = _other_manifests(folder, path, problems)
-    for other in others:
-        files.update({entry.path: entry for entry in other.files()})
+    others = _other_manifests(folder, path, manifest, problems)
     whole = {entry.path for entry in files.values() if _has_its_size(folder, entry, problems)}
     num_images = 0
     table: Table | None = None
@@ -53,15 +52,17 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> V
             table = load_table(manifest, folder)
         except ManifestError as error:
             problems.append(str(error))
-        else:
-            for one in (manifest, *others):
-                _check_tasks(one, table, problems)
+    if table is not None:
+        _check_quarantine(manifest, table, problems)
+        for one in (manifest, *others):
+            _check_tasks(one, table, problems)
     if not quick:
         with ImageMeter(console, sum(shard.count for shard in manifest.shards)) as meter:
             for entry in files.values():
-                if entry.path in whole and sha256_of(file := entry.path_in(folder)) != entry.sha256:
-                    problems.append(f"{file} has changed: its checksum differs from the manifest's.")
+                if entry.path in whole and not _has_its_checksum(folder, entry, problems):
                     whole.discard(entry.path)
+            if manifest.keys.path in whole:
+                _check_keys(manifest, folder, problems)
             if table is not None:
                 for number, shard in enumerate(manifest.shards):
                     if shard.path not in whole:
@@ -76,7 +77,7 @@ def verify(where: Path, *, quick: bool, num_workers: int, console: Console) -> V
     )
 
 
-def _other_manifests(folder: Path, path: Path, problems: list[str]) -> list[Manifest]:
+def _other_manifests(folder: Path, path: Path, manifest: Manifest, problems: list[str]) -> list[Manifest]:
     """Returns the other manifests of the folder, or none if the user named a single manifest."""
     if path.name != f"{DEFAULT_NAME}.json":
         return []
@@ -84,18 +85,53 @@ def _other_manifests(folder: Path, path: Path, problems: list[str]) -> list[Mani
     for other in sorted(folder.glob("*.json")):
         if other != path:
             try:
-                found.append(load_manifest(other, check_sizes=False))
+                loaded = load_manifest(other, check_sizes=False)
             except ManifestError as error:
                 problems.append(str(error))
+                continue
+            if _contents(loaded) == _contents(manifest):
+                found.append(loaded)
+            else:
+                problems.append(f"{other} describes other samples or shards than {path.name}. Run split again.")
     return found
 
 
+def _contents(manifest: Manifest) -> tuple[object, ...]:
+    """Returns what all manifests of a folder share."""
+    names = (manifest.classes, manifest.domains, manifest.formats, manifest.source, manifest.quarantine)
+    return (*names, manifest.samples, manifest.keys, manifest.shards)
+
+
+def _check_quarantine(manifest: Manifest, table: Table, problems: list[str]) -> None:
+    missing = sorted(table["id"][~table["is_stored"]].tolist())
+    if missing != sorted(entry.id for entry in manifest.quarantine):
+        problems.append(f"{manifest.name}.json: its quarantine does not name the samples that are not stored.")
+
+
+def _check_keys(manifest: Manifest, folder: Path, problems: list[str]) -> None:
+    path = manifest.keys.path_in(folder)
+    with path.open("rb") as file:
+        count = sum(1 for _ in file)
+    if count != num_samples(manifest):
+        problems.append(f"{path} names {count} samples, not {num_samples(manifest)}.")
+
+
 def _has_its_size(folder: Path, entry: FileEntry, problems: list[str]) -> bool:
-    file = entry.path_in(folder)
-    size = file.stat().st_size if file.is_file() else None
+    file, size = entry.path_in(folder), entry.size_in(folder)
     if size == entry.bytes:
         return True
     problems.append(f"{file} is missing." if size is None else f"{file} has {size} bytes instead of {entry.bytes}.")
+    return False
+
+
+def _has_its_checksum(folder: Path, entry: FileEntry, problems: list[str]) -> bool:
+    file = entry.path_in(folder)
+    try:
+        if sha256_of(file) == entry.sha256:
+            return True
+        problems.append(f"{file} has changed: its checksum differs from the manifest's.")
+    except OSError as error:
+        problems.append(f"{file} cannot be read ({error.strerror}).")
     return False
 
 
@@ -114,6 +150,13 @@ def _check_tasks(manifest: Manifest, table: Table, problems: list[str]) -> None:
             seen[rows] += 1
             if (table["is_val"][rows] != (name == "val")).any():
                 problems.append(f"{manifest.name}.json, task {number}: {name} holds samples of the other split.")
+            for what, members in (("label", task.classes), ("domain", task.domains)):
+                strange = np.setdiff1d(table[what][rows], [*members, NO_DOMAIN] if what == "domain" else members)
+                if len(strange):
+                    problems.append(
+                        f"{manifest.name}.json, task {number}, {name}: it holds samples with the {what} {strange[0]}, "
+                        "which it does not name."
+                    )
             for format, shards in part.shards.items():
                 if np.unique(table[f"{format}_shard"][rows]).tolist() != sorted(shards):
                     problems.append(

@@ -1,6 +1,8 @@
 #include "jpeg.h"
 
+#include <algorithm>
 #include <csetjmp>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,9 +14,6 @@
 
 namespace fastcssl::codec {
 namespace {
-
-// 256 megapixels: more than any camera has, and few enough that several threads do not exhaust the memory.
-constexpr std::uint64_t kMaxPixels = std::uint64_t{1} << 28;
 
 struct ErrorManager {
   jpeg_error_mgr base;
@@ -54,7 +53,10 @@ void on_message(j_common_ptr cinfo, int level) {
   char text[JMSG_LENGTH_MAX];
   errors.base.format_message(cinfo, text);
   if (diagnosis.first_warning.empty()) diagnosis.first_warning = text;
-  if (diagnosis.damage.empty() && is_damage(errors.base.msg_code)) diagnosis.damage = text;
+  if (!is_damage(errors.base.msg_code)) return;
+  // Stop here: libjpeg would fill the rest of the picture with grey, however large it is.
+  std::memcpy(errors.message, text, sizeof text);
+  std::longjmp(errors.jump, 1);
 }
 
 void on_output(j_common_ptr) {}
@@ -134,18 +136,64 @@ bool is_cmyk(const jpeg_decompress_struct& cinfo) {
   return cinfo.jpeg_color_space == JCS_CMYK || cinfo.jpeg_color_space == JCS_YCCK;
 }
 
+// Counts the scans of a file by walking from marker to marker, without decoding. Where the file breaks the rules of the
+// format, it skips no more than libjpeg does, so it never counts fewer scans than libjpeg would decode.
+std::uint64_t count_scans(Bytes jpeg) {
+  constexpr std::uint8_t kRst0 = 0xD0, kSoi = 0xD8, kEoi = 0xD9, kSos = 0xDA, kSof0 = 0xC0;
+  const std::uint8_t* at = jpeg.data;
+  const std::uint8_t* const end = jpeg.data + jpeg.size;
+  std::uint64_t num_scans = 0;
+  while (at < end && (at = static_cast<const std::uint8_t*>(std::memchr(at, 0xFF, end - at))) != nullptr) {
+    if (++at == end) break;
+    const std::uint8_t marker = *at;
+    if (marker == kEoi) break;
+    // A stuffed zero, a fill byte, a restart, or a marker that libjpeg does not know: none has a length.
+    if (marker == 0xFF || marker < kSof0 || (marker >= kRst0 && marker <= kSoi)) {
+      at += marker != 0xFF;
+      continue;
+    }
+    num_scans += marker == kSos;
+    if (end - at < 3) break;
+    const std::ptrdiff_t length = at[1] << 8 | at[2];
+    if (length < 2 || end - at <= length) break;
+    at += 1 + length;
+  }
+  return num_scans;
+}
+
+// Jumps to the caller's setjmp.
+template <class... Values>
+[[noreturn]] void refuse(Decompressor& reader, const char* format, Values... values) {
+  std::snprintf(reader.errors.message, sizeof reader.errors.message, format, values...);
+  std::longjmp(reader.errors.jump, 1);
+}
+
+// Refuses what would take far more memory or time than its size suggests.
+void check_cost(Decompressor& reader, Bytes jpeg) {
+  using Number = unsigned long long;
+  jpeg_decompress_struct& cinfo = reader.cinfo;
+  const std::uint64_t num_pixels = std::uint64_t{cinfo.image_width} * cinfo.image_height;
+  if (num_pixels > kMaxPixels)
+    refuse(reader, "%u x %u pixels, more than %llu are not read", cinfo.image_width, cinfo.image_height,
+           Number{kMaxPixels});
+  if (!cinfo.arith_code && num_pixels > kMaxPixelsPerByte * jpeg.size)
+    refuse(reader, "%u x %u pixels cannot be stored in %llu bytes", cinfo.image_width, cinfo.image_height,
+           Number{jpeg.size});
+  if (!jpeg_has_multiple_scans(&cinfo)) return;
+  const std::uint64_t num_scans = count_scans(jpeg), most = std::min(kMaxScans, kMaxScannedPixels / num_pixels);
+  if (num_scans > most)
+    refuse(reader, "%llu scans of %u x %u pixels, more than %llu are not read", Number{num_scans}, cinfo.image_width,
+           cinfo.image_height, Number{most});
+}
+
 // Jumps to the caller's setjmp if the header is unusable.
 void read_and_check_header(Decompressor& reader, Bytes jpeg, bool keep_exif) {
   jpeg_create_decompress(&reader.cinfo);
+  reader.cinfo.mem->max_memory_to_use = static_cast<long>(kMaxLibraryBytes);
   if (keep_exif) jpeg_save_markers(&reader.cinfo, JPEG_APP0 + 1, 0xFFFF);
   jpeg_mem_src(&reader.cinfo, jpeg.data, jpeg.size);
   jpeg_read_header(&reader.cinfo, TRUE);
-  const std::uint64_t num_pixels = std::uint64_t{reader.cinfo.image_width} * reader.cinfo.image_height;
-  if (num_pixels > kMaxPixels) {
-    std::snprintf(reader.errors.message, sizeof reader.errors.message, "%u x %u pixels, more than %llu are not read",
-                  reader.cinfo.image_width, reader.cinfo.image_height, static_cast<unsigned long long>(kMaxPixels));
-    std::longjmp(reader.errors.jump, 1);
-  }
+  check_cost(reader, jpeg);
 }
 
 // Adobe stores inverted ink, 0..255. The product is the formula of Pillow, so that both give the same result.
@@ -213,9 +261,8 @@ bool decode_region(Bytes jpeg, int width, int height, const Region& region, Imag
   read_and_check_header(reader, jpeg, /*keep_exif=*/false);
   if (is_cmyk(cinfo) || static_cast<int>(cinfo.image_width) != width ||
       static_cast<int>(cinfo.image_height) != height) {
-    std::snprintf(reader.errors.message, sizeof reader.errors.message, "%u x %u pixels%s, not as prepared",
-                  cinfo.image_width, cinfo.image_height, is_cmyk(cinfo) ? " of CMYK" : "");
-    return fail(reader.errors, diagnosis);
+    refuse(reader, "%u x %u pixels%s, not as prepared", cinfo.image_width, cinfo.image_height,
+           is_cmyk(cinfo) ? " of CMYK" : "");
   }
   cinfo.out_color_space = JCS_RGB;
   cinfo.dct_method = JDCT_ISLOW;

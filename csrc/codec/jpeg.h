@@ -12,6 +12,14 @@
 
 namespace fastcssl::codec {
 
+// What a file may cost. No photo reaches these limits (docs/prep.md lists them); a file beyond them is damaged.
+constexpr std::uint64_t kMaxPixels = 178'956'970;        // the limit of Pillow
+constexpr std::uint64_t kMaxScans = 500;                 // encoders write about 10
+constexpr std::uint64_t kMaxScannedPixels = 1ull << 32;  // pixels x scans: every scan visits every block
+constexpr std::uint64_t kMaxPixelsPerByte = 4096;        // a Huffman code has a bit, so blank images stay below 1024
+constexpr std::uint64_t kMaxFileBytes = 1ull << 30;
+constexpr std::uint64_t kMaxLibraryBytes = 1'500'000'000;  // libjpeg's own memory: the coefficients of several scans
+
 struct Bytes {
   const std::uint8_t* data = nullptr;
   std::size_t size = 0;

@@ -1,8 +1,10 @@
 // dataprep._codec: the Python interface of the codec. Every call that takes time releases the interpreter lock.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -73,9 +75,9 @@ class Transcoder {
     py::gil_scoped_release release;
     return store_pixels(std::move(image), settings_);
   }
-  Stored pop() {
+  std::optional<Stored> pop(double seconds) {
     py::gil_scoped_release release;
-    return pool_.pop();
+    return pool_.pop(seconds);
   }
 
  private:
@@ -87,6 +89,7 @@ class Transcoder {
 
 PYBIND11_MODULE(_codec, m) {
   fastcssl::translate_file_errors();
+  m.attr("MAX_PIXELS") = kMaxPixels;
   py::enum_<Status>(m, "Status")
       .value("ok", Status::ok)
       .value("foreign", Status::foreign)
@@ -117,7 +120,7 @@ PYBIND11_MODULE(_codec, m) {
       .def(
           "submit_file", [](Transcoder& t, const py::bytes& file) { t.submit_file(file); }, py::arg("file"))
       .def("submit_pixels", &Transcoder::submit_pixels, py::arg("pixels"))
-      .def("pop", &Transcoder::pop)
+      .def("pop", &Transcoder::pop, py::arg("seconds"))
       .def("store_pixels", &Transcoder::store_now, py::arg("pixels"));
 
   m.def(

@@ -7,7 +7,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
 #include <utility>
 
 #include "../file_error.h"
@@ -107,6 +111,14 @@ Stored damaged(std::string fault) {
   return stored;
 }
 
+// Large images take turns, so that the memory does not grow with the number of threads. The mutex is never destroyed,
+// because a thread may still hold it when the process ends.
+constexpr std::uint64_t kLargePixels = 1 << 25, kLargeFileBytes = 1 << 26;
+std::unique_lock<std::recursive_mutex> turn_if(bool is_large) {
+  static std::recursive_mutex& turn = *new std::recursive_mutex;
+  return is_large ? std::unique_lock(turn) : std::unique_lock(turn, std::defer_lock);
+}
+
 void note(Stored& stored, const Diagnosis& diagnosis) {
   stored.num_warnings = diagnosis.num_warnings;
   stored.first_warning = diagnosis.first_warning;
@@ -127,6 +139,7 @@ Stored store_file(std::string file, const Settings& settings) {
   Diagnosis header_diagnosis;
   if (!read_header(jpeg, header, header_diagnosis)) return damaged(header_diagnosis.damage);
 
+  const auto turn = turn_if(std::uint64_t(header.width) * header.height > kLargePixels);
   const bool swapped = header.orientation >= 5;
   const int width = swapped ? header.height : header.width, height = swapped ? header.width : header.height;
   const Plan plan = plan_for(width, height, settings);
@@ -162,27 +175,31 @@ Stored store_pixels(Image image, const Settings& settings) {
 }
 
 Stored store_path(const std::string& path, const Settings& settings) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // Opening a pipe or a device may wait or have an effect, so look first. The file may change between the two calls:
+  // O_NONBLOCK keeps the second from waiting, and the check is repeated on what was opened.
+  struct stat info;
+  if (::stat(path.c_str(), &info) != 0) return damaged(std::string("cannot be opened: ") + std::strerror(errno));
+  if (!S_ISREG(info.st_mode)) return damaged("is not a regular file");
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0 && (errno == EMFILE || errno == ENFILE)) throw FileError(errno, path);  // the image is not to blame
   if (fd < 0) return damaged(std::string("cannot be opened: ") + std::strerror(errno));
-  struct stat info;
-  std::string file, fault;
-  if (::fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) {
-    file.resize(static_cast<std::size_t>(info.st_size));
-    std::size_t done = 0;
-    while (done < file.size()) {
-      const ssize_t got = ::read(fd, file.data() + done, file.size() - done);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) fault = std::string("cannot be read: ") + std::strerror(errno);
-      if (got <= 0) break;
-      done += static_cast<std::size_t>(got);
-    }
-    file.resize(done);
-  } else {
-    fault = "is not a regular file";
+  const std::unique_ptr<const int, void (*)(const int*)> closing(&fd, [](const int* open) { ::close(*open); });
+  if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) return damaged("is not a regular file");
+  const std::uint64_t size = static_cast<std::uint64_t>(info.st_size);
+  if (size > kMaxFileBytes)
+    return damaged(std::to_string(size) + " bytes, more than " + std::to_string(kMaxFileBytes) + " are not read");
+  const auto turn = turn_if(size > kLargeFileBytes);
+  std::string file(size, '\0');
+  std::size_t done = 0;
+  while (done < file.size()) {
+    const ssize_t got = ::read(fd, file.data() + done, file.size() - done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return damaged(std::string("cannot be read: ") + std::strerror(errno));
+    if (got == 0) break;
+    done += static_cast<std::size_t>(got);
   }
-  ::close(fd);
-  return fault.empty() ? store_file(std::move(file), settings) : damaged(std::move(fault));
+  file.resize(done);
+  return store_file(std::move(file), settings);
 }
 
 }  // namespace fastcssl::codec

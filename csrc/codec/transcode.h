@@ -46,7 +46,7 @@ struct Stored {
 Stored store_file(std::string file, const Settings& settings);
 Stored store_pixels(Image image, const Settings& settings);
 
-// Reads the file first. A file that cannot be read is `damaged`.
+// Reads the file first. A file that cannot be read, or that is not a regular file, is `damaged`.
 Stored store_path(const std::string& path, const Settings& settings);
 
 }  // namespace fastcssl::codec

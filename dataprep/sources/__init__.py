@@ -93,7 +93,10 @@ def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[s
     """Returns the opened source. `spec` is KIND or KIND:WHERE, such as imagenet100:/data/imagenet."""
     kind, _, where = spec.partition(":")
     request = SourceRequest(kind=kind, where=where, classes_file=classes_file, domains=domains)
-    source = _opener(spec, kind)(request)
+    try:
+        source = _opener(spec, kind)(request)
+    except OSError as error:
+        raise PrepError(f"{spec} cannot be read ({error}). Check its permissions and the disk.") from error
     if not isinstance(source, Source):  # someone else's code
         raise PrepError(
             f"The source '{kind}' returned {type(source).__name__}, not a dataprep.sources.Source. Repair its package."
@@ -102,4 +105,13 @@ def open_source(spec: str, *, classes_file: Path | None = None, domains: tuple[s
         raise PrepError(f"{spec} holds no images. Check the path, or use another source.")
     if not (~source.samples.is_val_S).any():
         raise PrepError(f"{spec} holds validation images but no training images. Add some to its training part.")
+    for column, low, names in (
+        (source.samples.label_S, 0, source.classes),
+        (source.samples.domain_S, -1, source.domains),
+    ):
+        if column.min() < low or column.max() >= len(names):  # someone else's code
+            raise PrepError(
+                f"The source '{kind}' numbers a sample's class or domain {column.min()} to {column.max()}, but names "
+                f"{len(names)}. Repair its package."
+            )
     return source

@@ -10,6 +10,7 @@ from dataprep.sources import Source, SourceRequest
 from dataprep.suggest import nearest
 
 KINDS = ("domainnet",)
+_MAX_DIGITS = 5  # of a label; there is a name for every number up to the largest
 
 
 def open_source(request: SourceRequest) -> Source:
@@ -52,7 +53,7 @@ def _read_list(file: Path, folders: "_FolderCache", class_names: dict[int, str])
         if not line.strip():
             continue
         key, _, label = line.strip().rpartition(" ")
-        if not key or not label.isdigit():
+        if not key or not label.isdecimal() or len(label) > _MAX_DIGITS:
             raise PrepError(
                 f'{file}, line {number}: expected "path label", found "{line.strip()[:80]}". Correct it, or download '
                 "the list again."

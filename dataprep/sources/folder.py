@@ -3,7 +3,6 @@
 If there is no validation folder, a tenth of the images of every class and domain, chosen by a fixed seed, is held out.
 """
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from dataprep.errors import PrepError
 from dataprep.samples import NO_DOMAIN, Samples
 from dataprep.scenario import randperm
 from dataprep.sources import SMALL_PX, Source, SourceRequest
-from dataprep.sources.tree import choose_classes, class_images, is_image, read_class_list, subfolders
+from dataprep.sources.tree import choose_classes, class_images, is_folder, is_image, listed, read_class_list, subfolders
 
 KINDS = ("folder",)
 HELD_OUT_FRACTION = 0.1
@@ -94,8 +93,7 @@ def _classes(request: SourceRequest, available: list[str], where: Path) -> tuple
 
 
 def _holds_images(folder: Path) -> bool:
-    with os.scandir(folder) as entries:
-        return any(is_image(e.name) and e.is_file() for e in entries)
+    return any(is_image(entry.name) and not is_folder(entry) for entry in listed(folder))
 
 
 def _hold_out(rows: list[tuple[str, int, int, bool]]) -> tuple[list[tuple[str, int, int, bool]], int]:
@@ -126,14 +124,13 @@ def _one_size(root: Path, samples: Samples) -> tuple[int, int] | None:
 
 
 def _shared_size(files: Iterable[Path]) -> tuple[int, int] | None:
-    from PIL import Image  # imported here, so that importing this module does not load it
+    from dataprep.imagefile import ImageFault, image_size  # imported here, because most sources need no Pillow
 
     sizes: set[tuple[int, int]] = set()
     for file in files:
         try:
-            with Image.open(file) as image:
-                sizes.add((image.height, image.width))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            sizes.add(image_size(file))
+        except ImageFault:
             continue  # the encoder will report what is wrong with the file
         if len(sizes) > 1:
             return None

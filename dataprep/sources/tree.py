@@ -18,19 +18,63 @@ def is_image(name: str) -> bool:
 
 def subfolders(folder: Path) -> list[str]:
     """Returns the sorted names of the folders in a folder, without hidden ones."""
-    with os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+    return sorted(entry.name for entry in listed(folder) if is_folder(entry))
 
 
-def images_below(folder: Path) -> list[str]:
-    """Returns the images below `folder`, sorted by folder and name, as relative paths with forward slashes."""
+def listed(folder: Path) -> list["os.DirEntry[str]"]:
+    """Returns the entries of a folder, without hidden ones."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise PrepError(f"{folder} cannot be listed ({error.strerror}). Change its permissions, or move it.") from None
+
+
+def is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Returns whether an entry is a folder, or a link to one. A link that leads nowhere is not."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def images_below(folder: Path, root: Path | None = None) -> list[str]:
+    """Returns the images below `folder`, sorted by folder and name, as relative paths with forward slashes.
+
+    Links are followed. Raises PrepError if one leads to a folder that contains it: `root`, which is by default
+    `folder`, or one below it. What is named like an image but cannot be read is listed; the encoder says what is wrong.
+    """
+    root = root or folder
+    above: frozenset[tuple[int, int]] = frozenset()
+    for parent in reversed(folder.relative_to(root).parents):
+        above |= {_entered(root / parent, above)}
     found: list[str] = []
-    for here, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        prefix = os.path.relpath(here, folder)
-        prefix = "" if prefix == "." else prefix.replace(os.sep, "/") + "/"
+    # Folders to list: their path below `folder`, and the identities of the folders that contain them.
+    waiting = [("", above)]
+    while waiting:
+        prefix, containing = waiting.pop()
+        here = folder / prefix
+        containing |= {_entered(here, containing)}
+        entries = sorted(listed(here), key=lambda entry: entry.name)
+        folders = [entry.name for entry in entries if is_folder(entry)]
+        names = {entry.name for entry in entries} - set(folders)
         found.extend(prefix + name for name in sorted(names) if is_image(name))
+        waiting.extend((f"{prefix}{name}/", containing) for name in reversed(folders))
     return found
+
+
+def _entered(folder: Path, containing: frozenset[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the identity of a folder, which must not be one of those that contain it."""
+    try:
+        status = folder.stat()
+    except OSError as error:
+        raise PrepError(f"{folder} cannot be read ({error.strerror}). Change its permissions, or move it.") from None
+    if (status.st_dev, status.st_ino) in containing:
+        raise PrepError(
+            f"{folder} leads back to {folder.resolve()}, a folder that contains it, so its images would be listed "
+            "again and again. Remove this link."
+        )
+    return status.st_dev, status.st_ino
 
 
 def class_images(root: Path, split: str, classes: tuple[str, ...]) -> Iterator[tuple[str, int]]:
@@ -39,7 +83,7 @@ def class_images(root: Path, split: str, classes: tuple[str, ...]) -> Iterator[t
         folder = root / split / name if split else root / name
         if folder.is_dir():
             prefix = f"{split}/{name}/" if split else f"{name}/"
-            yield from ((prefix + image, label) for image in images_below(folder))
+            yield from ((prefix + image, label) for image in images_below(folder, root))
 
 
 def read_class_list(file: Path) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from dataprep.encode import Encoded, Pixels
+from dataprep.encode import Encoded
+from dataprep.imagefile import Pixels
 from dataprep.table import Table
 
 

@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from dataprep.encode import Encoded, Pixels
+from dataprep.encode import Encoded
+from dataprep.imagefile import Pixels
 from dataprep.reading import read_rows
 from dataprep.table import Table
 from dataprep.writers import Place, Record, ShardDamage
@@ -122,7 +123,7 @@ class ArrayFormat:
                     # The array has no ids and labels. They come from the table; the shard's checksum ties them to the
                     # pixels.
                     yield Record(int(row["id"]), int(row["label"]), pixels)
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, OverflowError, MemoryError, RecursionError) as error:
             raise ShardDamage(f"{shard} is not a complete array ({error})") from None
 
 

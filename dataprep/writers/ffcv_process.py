@@ -30,6 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
+from dataprep.manifest import settle
 from dataprep.writers import beton
 from dataprep.writers.beton import BetonError, BetonFile, JpegRecord
 
@@ -98,9 +99,7 @@ class BetonWriter:
             if (stored := len(BetonFile(part))) != count:
                 raise BetonError(f"FFCV stored {stored} of {count} records in {part}. Write the file again.")
             try:
-                with part.open("rb") as file:
-                    os.fsync(file.fileno())
-                os.replace(part, path)
+                settle(part, path)
             except OSError as error:
                 raise BetonError(_explain(error, part)) from error
         finally:
@@ -163,7 +162,11 @@ def _how_it_ended(status: int | None) -> str:
 
 
 def _follow(receiver: _Pipe, child: BaseProcess, on_progress: _OnProgress) -> str | None:
-    """Passes progress on until the end. Returns "" for success, a sentence for a failure, None for a silent crash."""
+    """Passes progress on until the end. Returns "" for success, a sentence for a failure, None for a silent crash.
+
+    `on_progress` is called several times per second, even if there is none, because it may raise to end the work.
+    """
+    done = 0
     while True:
         try:  # does not reap the child, because its id must stay valid until _end
             ended = os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
@@ -176,10 +179,11 @@ def _follow(receiver: _Pipe, child: BaseProcess, on_progress: _OnProgress) -> st
                 return None
             if message[:1] != _PROGRESS:
                 return message[1:].decode(errors="replace")
-            if on_progress is not None:
-                on_progress(int(message[1:]))
+            done = int(message[1:])
         elif ended:
             return None
+        if on_progress is not None:
+            on_progress(done)
 
 
 def _end(receiver: _Pipe, child: BaseProcess) -> None:

@@ -129,13 +129,16 @@ class TarFormat:
                     if (jpeg.name, jpeg.offset_data, jpeg.size) != expected:
                         raise ShardDamage(f"{shard} has {jpeg.name} where {expected[0]} belongs")
                     content, label = archive.extractfile(jpeg), archive.extractfile(cls)
-                    assert content is not None and label is not None
+                    if content is None or label is None:
+                        raise ShardDamage(f"{shard} holds something else than a file for sample {row['id']}")
                     yield Record(int(row["id"]), int(label.read()), content.read())
                     # tarfile remembers every member, which would fill the memory for a large shard.
                     archive.members = []  # type: ignore[attr-defined]
                 if archive.next() is not None:
                     raise ShardDamage(f"{shard} holds more samples than the table says")
-        except (tarfile.TarError, OSError, ValueError) as error:
+        except ShardDamage:
+            raise
+        except Exception as error:  # tarfile raises all kinds of errors on damaged archives
             raise ShardDamage(f"{shard} is not a complete tar archive ({error})") from None
 
 

@@ -14,7 +14,6 @@ without those that failed.
 N samples, V views.
 """
 
-import io
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from dataprep import _codec
+from dataprep.imagefile import open_image
 from dataprep.writers.tar import TarReader
 from fastcssl.data.backends import (
     BackendConfig,
@@ -313,7 +313,7 @@ class DaliBackend:
     def _check(self, row: int, encoded: bytes) -> None:
         """Checks the size, then decodes all entropy-coded data without the pixel work of a full decode."""
         sample = self._data.table[row]
-        with Image.open(io.BytesIO(encoded)) as image:
+        with open_image(encoded) as image:
             if image.size != (int(sample["width"]), int(sample["height"])):
                 raise OSError(f"it is {image.size[0]} x {image.size[1]} pixels, not as prepared")
         _codec.decode(encoded, 8)

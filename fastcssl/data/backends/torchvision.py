@@ -1,6 +1,5 @@
 """The plain reference, which defines the results of the other back ends: Pillow decodes, crops and resizes."""
 
-import io
 import time
 from collections.abc import Iterator
 from typing import ClassVar
@@ -11,6 +10,7 @@ import torch
 from PIL import Image
 
 from dataprep import _codec
+from dataprep.imagefile import open_image
 from dataprep.writers import ShardReader, formats
 from fastcssl.data.backends import (
     BackendConfig,
@@ -78,7 +78,7 @@ class TorchvisionBackend:
             return Image.fromarray(content)
         try:
             _codec.decode(content, 8)  # raises where data is missing; Pillow fills in grey
-            image = Image.open(io.BytesIO(content))
+            image = open_image(content)
             image.load()
             if image.size != (int(sample["width"]), int(sample["height"])):
                 raise OSError(f"it is {image.size[0]} x {image.size[1]} pixels, not as prepared")
