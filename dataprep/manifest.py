@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args, get_type_hints
@@ -289,14 +290,25 @@ def entry_of(path: Path, folder: Path) -> FileEntry:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file so that after a crash it has either its old or its complete new content."""
+    """Writes a file so that after a crash it has either its old or its complete new content.
+
+    If it fails, the error is that of the first call that failed, and no partial file is left.
+    """
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
+    file = part.open("wb")
+    try:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(part, path)
-    sync_folder(path.parent)
+        file.close()
+        os.replace(part, path)
+        sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            file.close()
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from fastcssl.runs.display import Display, RunHeader, TaskPlan, duration, final_table, number
-from fastcssl.runs.log import EpochReport, ProbeReport, RunFolderError, RunLog, StepReport, TaskReport
+from fastcssl.runs.log import EpochReport, ProbeReport, RunLog, StepReport, TaskReport
+from fastcssl.runs.ownership import RunFolderError
 from fastcssl.runs.status import Status, _birth, read_status, sparkline, summary, write_status
 
 HEADER = RunHeader(recipe="in100-class5", method="moco", strategy="pnr", data="/data/in100", device="cuda:0")
