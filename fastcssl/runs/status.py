@@ -129,8 +129,8 @@ def _state(status: Status, age: float) -> tuple[str, str]:
 
 def _facts(folder: Path, status: Status) -> list[tuple[str, str, str]]:
     facts = [
-        ("task", f"{status.task + 1}/{status.num_tasks}", ""),
-        ("epoch", f"{status.epoch + 1}/{status.num_epochs}", ""),
+        ("task", f"{min(status.task + 1, status.num_tasks)}/{status.num_tasks}", ""),
+        ("epoch", f"{min(status.epoch + 1, status.num_epochs)}/{status.num_epochs}", ""),
         ("step", f"{status.step:,}/{status.num_steps:,}", ""),
     ]
     steps = read_reports(folder, StepReport)

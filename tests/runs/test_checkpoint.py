@@ -317,7 +317,9 @@ class Evil:
 def test_code_is_never_unpickled(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCSSL_TEST_EVIL", str(tmp_path / "executed"))
     Checkpoints(folder).save(1, state_of(1), wait=True)
-    checkpoint._write_file(folder / "step-00000002.pt", 2, {"x": Evil()}, lambda: None)  # a right checksum, no good intent
+    checkpoint._write_file(
+        folder / "step-00000002.pt", 2, {"x": Evil()}, lambda: None
+    )  # a right checksum, no good intent
     for read in (lambda: load(folder / "step-00000002.pt"), lambda: latest(folder)):
         with pytest.raises(CheckpointError, match=r"step-00000002\.pt holds something other than tensors"):
             read()
