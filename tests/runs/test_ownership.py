@@ -23,7 +23,7 @@ def test_starting_over_waits_for_nobody_and_renames_no_live_folder(tmp_path: Pat
     with own(tmp_path / "run"):
         (tmp_path / "run/config.json").write_text("{}")
         for start_over in (False, True):
-            with pytest.raises(UserError, match="Another process is training in .*run"):
+            with pytest.raises(UserError, match=r"Another process is training in .*run"):
                 own(tmp_path / "run", start_over=start_over)
         assert (tmp_path / "run/config.json").exists() and not (tmp_path / "run-1").exists()
     with own(tmp_path / "run", start_over=True):

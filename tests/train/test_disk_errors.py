@@ -1,4 +1,4 @@
-"""A disk that fails at any call of a run: one sentence, the first error, nothing lost, and the same command finishes."""
+"""A disk may fail at any call of a run: one sentence, the first error, nothing lost, and the same command finishes."""
 
 import errno
 import io
