@@ -62,7 +62,7 @@ def _check(path: Path, use: Any) -> int:
             use()
         except UserError as error:
             refused += 1
-            assert str(path.name) in str(error) and "\n" not in str(error), damaged[:200]
+            assert str(path.parent) in str(error) and "\n" not in str(error), damaged[:200]
         except Exception as error:
             raise AssertionError(f"{type(error).__name__}: {error} for {damaged[:300]!r}") from error
     path.write_bytes(content)

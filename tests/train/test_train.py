@@ -292,6 +292,12 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path, two_tasks: Path) ->
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_stopping_after_a_task_that_does_not_exist_is_refused(tmp_path: Path, two_tasks: Path) -> None:
+    with pytest.raises(UserError, match="--stop-after-task 2: this run has 2 tasks, 0 to 1"):
+        run(tiny(run={"stop_after_task": 2}), two_tasks, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_stops_and_the_next_start_goes_on(
     tmp_path: Path, two_tasks: Path, monkeypatch: pytest.MonkeyPatch, number: int
