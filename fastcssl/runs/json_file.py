@@ -17,6 +17,10 @@ _MAX_INT = 1 << 63  # a larger integer is damage, and may not even be a float
 SomeRecord = TypeVar("SomeRecord")
 
 
+class NotAnObjectError(ValueError):
+    """JSON text holds a list, a text or a number."""
+
+
 def parsed_object(content: bytes) -> dict[str, Any]:
     """Returns the object that JSON text holds. Raises ValueError if it holds anything else, or nests too deeply."""
     try:
@@ -26,7 +30,7 @@ def parsed_object(content: bytes) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ValueError("it is not text") from None
     if not isinstance(found, dict):
-        raise ValueError(f"it holds {type(found).__name__} instead of an object")
+        raise NotAnObjectError(f"it holds {type(found).__name__} instead of an object")
     level: list[Any] = [found]
     for _ in range(_MAX_DEPTH):
         level = [

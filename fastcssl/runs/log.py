@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from dataprep.manifest import write_atomically
 from fastcssl.errors import UserError
-from fastcssl.runs.json_file import fits, parsed_object, record_of
+from fastcssl.runs.json_file import all_finite, fits, parsed_object, record_of
 from fastcssl.runs.layout import RunFolder
 from fastcssl.runs.ownership import UNLOCKED, FileGuard, RunFolderError, reading
 
@@ -256,6 +256,8 @@ def _parsed(line: bytes) -> dict[str, Any]:
         raise ValueError("it has no step")
     if record.get("kind") in _KINDS:
         _report(_KINDS[record["kind"]], record)  # type: ignore[type-var]
+        if not all_finite([record.get("seconds")]):  # a loss may be infinite, a time never is
+            raise ValueError("its seconds are not finite")
     elif record.get("kind") != "event":
         raise ValueError("its kind is unknown")
     return record

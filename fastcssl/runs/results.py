@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from dataprep.manifest import ManifestError, typed, write_atomically
 from fastcssl.errors import UserError
-from fastcssl.runs.json_file import parsed_object
+from fastcssl.runs.json_file import NotAnObjectError, parsed_object
 from fastcssl.runs.layout import RunFolder
 from fastcssl.runs.metrics import AVERAGE, METRICS, AccuracyTable, MetricInputs, Need, average, single_metrics
 from fastcssl.runs.ownership import UNLOCKED, reading
@@ -157,9 +157,11 @@ def load_evaluation(path: Path) -> Evaluation:
         text = path.read_bytes()
     try:
         content = parsed_object(text)
-    except ValueError as error:
+    except NotAnObjectError:
+        content = {}
+    except ValueError:
         raise ResultError(
-            f"{path} is half-written or damaged ({error}). Delete it and run fastcssl-eval again."
+            f"{path} is not valid JSON: it is half-written or damaged. Delete it and run fastcssl-eval again."
         ) from None
     version = content.get("format")
     if version != FORMAT:

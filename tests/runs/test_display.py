@@ -381,6 +381,15 @@ def test_a_damaged_status_is_a_sentence(tmp_path: Path, content: str) -> None:
         summary(tmp_path)
 
 
+def test_the_last_epoch_of_a_finished_run_is_not_exceeded(tmp_path: Path) -> None:
+    counts = {"task": 1, "num_tasks": 1, "epoch": 1, "num_epochs": 1, "step": 4, "num_steps": 4}
+    write_status(tmp_path, Status(state="finished", title="t", **counts))
+    console = Console(file=io.StringIO(), width=100)
+    console.print(summary(tmp_path))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1/1" in said and "2/1" not in said
+
+
 def test_what_is_not_a_run_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"is not a run: it has no status\.json\. Give the folder"):
         summary(tmp_path)
