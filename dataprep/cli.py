@@ -1,5 +1,10 @@
 """fastcssl-prep: build | split | verify | inspect."""
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from dataprep.startup import catch_signals
+
+    catch_signals()
+
 import signal
 import sys
 from collections.abc import Callable, Iterator

@@ -271,7 +271,10 @@ def entry_of(path: Path, folder: Path) -> FileEntry:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file so that after a crash it has either its old or its complete new content."""
+    """Writes a file so that after a crash it has either its old or its complete new content.
+
+    If it fails, the error is that of the first call that failed, and no partial file is left.
+    """
     part = path.with_name(path.name + ".part")
     try:
         part.write_bytes(content)

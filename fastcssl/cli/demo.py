@@ -1,5 +1,10 @@
 """fastcssl-demo: shows in a few minutes, on the embedded images, what the other commands do. `make demo` runs it."""
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from dataprep.startup import catch_signals
+
+    catch_signals()
+
 import dataclasses
 import json
 import shutil

@@ -1,5 +1,10 @@
 """fastcssl-doctor: reports what works on this machine, what is missing, and how to fix it."""
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from dataprep.startup import catch_signals
+
+    catch_signals()
+
 import json
 import sys
 from collections.abc import Sequence

@@ -1,5 +1,10 @@
 """fastcssl-eval RUN [RUN...]: measures what the encoders of runs have learnt. See --help."""
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from dataprep.startup import catch_signals
+
+    catch_signals()
+
 import shlex
 import sys
 from dataclasses import dataclass

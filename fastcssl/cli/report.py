@@ -1,5 +1,10 @@
 """fastcssl-report RUN [RUN...] [--out DIR]: shows runs as tables and figures, on one page and in the terminal."""
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from dataprep.startup import catch_signals
+
+    catch_signals()
+
 import sys
 from dataclasses import dataclass
 from pathlib import Path

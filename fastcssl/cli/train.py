@@ -1,5 +1,10 @@
 """fastcssl-train RECIPE METHOD STRATEGY --data DIR: trains an encoder. Also --list, --dry-run and status RUN."""
 
+if __name__ == "__main__":  # before the imports, which take seconds
+    from dataprep.startup import catch_signals
+
+    catch_signals()
+
 import dataclasses
 import statistics
 import sys

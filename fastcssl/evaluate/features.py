@@ -5,6 +5,7 @@ batch, E: encoders.
 """
 
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from fastcssl.data.loader import Stream
 from fastcssl.distributed.world import World
 from fastcssl.learn.nets import modes
+from fastcssl.runs.ownership import UNLOCKED
 
 _MAX_ELEMENTS = 1 << 24  # largest size of a temporary tensor
 _SPILL_BYTES = 1 << 30
@@ -115,7 +117,10 @@ def _room(num_rows: int, num_features: int, device: torch.device | str, spill: P
     num_elements = num_rows * num_features
     if spill is None or torch.device(device).type != "cpu" or 4 * num_elements < _SPILL_BYTES:
         return torch.empty(num_rows, num_features, device=device)
-    with tempfile.NamedTemporaryFile(dir=spill) as file:  # the name is removed now, the pages with the tensor
+    # The name is removed now, the pages with the tensor. The blocks are reserved first: a mapped page that does not fit
+    # on the disk would end the process by a signal.
+    with UNLOCKED.writing(spill), tempfile.NamedTemporaryFile(dir=spill) as file:
+        os.posix_fallocate(file.fileno(), 0, 4 * num_elements)
         return torch.from_file(file.name, shared=True, size=num_elements).view(num_rows, num_features)
 
 

@@ -10,6 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fastcssl.runs import results
 from fastcssl.runs.git import commit
 from fastcssl.runs.interrupt import Stop
 from fastcssl.runs.layout import RunFolder
+from fastcssl.runs.ownership import UNLOCKED
 from fastcssl.runs.results import EvaluatedData, Evaluation, MadeBy, Probe, References
 
 _UNDERWAY = ".underway"
@@ -209,7 +211,7 @@ class SideBySide:
         machine.world.barrier()
         if machine.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-            if not any(folder.parent.iterdir()):
+            with suppress(OSError):  # another pass may be using the folder
                 folder.parent.rmdir()
 
     def _contender(self, need: _EncoderToProbe, survey: scopes.Survey) -> ProbedEncoder[Any]:
@@ -256,7 +258,8 @@ class SideBySide:
         identity = [[need.key for need in needs], slots, list(survey.places), self._sha256]
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         folder = RunFolder(self._slots[0].target.folder).evaluations / _UNDERWAY / digest
-        folder.mkdir(parents=True, exist_ok=True)
+        with UNLOCKED.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _check_size(self, encoder: nn.Module) -> None:

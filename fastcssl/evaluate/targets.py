@@ -24,7 +24,9 @@ from fastcssl.evaluate.probes import ProbeViews
 from fastcssl.learn.encoder_file import EncoderFileError, describe_file, difference, load_encoder
 from fastcssl.learn.encoders import EncoderConfig
 from fastcssl.learn.nets import build_encoder
+from fastcssl.runs.json_file import fits, read_object
 from fastcssl.runs.layout import RunFolder, runs_in
+from fastcssl.runs.ownership import reading
 from fastcssl.runs.results import EvaluatedEncoder
 
 
@@ -94,9 +96,11 @@ def open_targets(
     """
     found: list[Target] = []
     for path in paths:
-        if path.is_file():
+        with reading(path):
+            is_file, is_run = path.is_file(), RunFolder(path).is_run()
+        if is_file:
             found.append(_file(path, architecture, family, size_px, out))
-        elif RunFolder(path).is_run():
+        elif is_run:
             found.append(_run(path))
         elif seeds := sorted(it.parent for it in path.glob("seed*/config.json")):
             found += [_run(seed) for seed in seeds]
@@ -133,13 +137,15 @@ def open_references(paths: Sequence[Path]) -> list[Target]:
 
 def _run(folder: Path) -> Target:
     path = RunFolder(folder).config
+    described = read_object(path, "Resuming the run writes it again.")
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
         config, tasks = described["config"], [list(map(int, numbers)) for numbers in described["tasks"]]
         encoder, seed, only_task = EncoderConfig(**config["encoder"]), int(config["seed"]), config["only_task"]
+        if not fits(int | None, only_task) or not all(tasks):
+            raise ValueError(f"tasks {tasks}, only_task {only_task}")
         recipe, data, manifest = str(config["recipe"]), Path(described["data"]), str(described["manifest_sha256"])
         flags = _flags(config, described["sources"], described["settings"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (UserError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise UserError(
             f"{path} is not the config.json of a run ({error!r:.80}). Give a folder of fastcssl-train."
         ) from None
@@ -157,7 +163,9 @@ def _run(folder: Path) -> Target:
                 "evaluate this one by its own path."
             )
         seen = sorted({task for earlier in tasks[: number + 1] for task in earlier})
-        noted = EvaluatedEncoder(task=number, path=str(file.relative_to(folder)), sha256=sha256_of(file), seen=seen)
+        with reading(file):
+            sha256 = sha256_of(file)
+        noted = EvaluatedEncoder(task=number, path=str(file.relative_to(folder)), sha256=sha256, seen=seen)
         checkpoints.append(Checkpoint(noted=noted, load=_loader(file)))
     if not checkpoints:
         raise UserError(
@@ -251,7 +259,8 @@ def _file(
     if not strings:
         load = _foreign(path, found, style.size_px)
     load()  # so that any error is reported now
-    noted = EvaluatedEncoder(task=0, path=str(path), sha256=sha256_of(path), seen=[])
+    with reading(path):
+        noted = EvaluatedEncoder(task=0, path=str(path), sha256=sha256_of(path), seen=[])
     return Target(
         folder=path.with_suffix("") if out is None else out,
         checkpoints=(Checkpoint(noted=noted, load=load),),
@@ -290,13 +299,15 @@ def _foreign(path: Path, config: EncoderConfig, size_px: int) -> Callable[[], nn
 def _tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         try:
-            return dict(load_file(path))
+            with reading(path):
+                return dict(load_file(path))
         except SafetensorError as error:
             raise EncoderFileError(
                 f"{path} is not a safetensors file, or it is incomplete ({error}). Copy it again."
             ) from None
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with reading(path):
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile):
         raise EncoderFileError(
             f"{path} does not hold only tensors. Opening a pickle of anything else could run arbitrary code, so it is "

@@ -1,6 +1,5 @@
 """Reads a run's folder: its settings, its log and its evaluations. Nothing here imports torch."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,21 @@ from fastcssl.config.recipes import RECIPES
 from fastcssl.config.recipes.own_data import name_of
 from fastcssl.errors import UserError
 from fastcssl.runs.bottleneck import Machine, Verdict, verdict
+from fastcssl.runs.json_file import fits, read_object, record_of
 from fastcssl.runs.layout import RunFolder
-from fastcssl.runs.log import EpochReport, ProbeReport, RunLogError, StepReport, TaskReport, read_reports
+from fastcssl.runs.log import EpochReport, ProbeReport, StepReport, TaskReport, read_reports
+from fastcssl.runs.ownership import reading
 from fastcssl.runs.results import Evaluation, Probe, evaluations
 from fastcssl.runs.status import Status, read_status
 
-_KEYS = {"config": dict, "sources": dict, "words": list, "data": str, "task_names": list, "machine": dict}
+_KEYS = {
+    "config": dict[str, Any],
+    "sources": dict[str, str],
+    "words": list[str],
+    "data": str,
+    "task_names": list[str],
+    "machine": dict[str, Any],
+}
 
 _ON = " on "  # between the names of a recipe and its data
 
@@ -115,19 +123,11 @@ def read_run(folder: Path | str) -> RunRecord:
     folder = Path(folder)
     described = _described(folder)
     words = described["words"]
-    try:
-        status = read_status(folder)
-    except RunLogError as error:
-        raise UserError(str(error)) from None
+    status = read_status(folder)
     _check_lines(RunFolder(folder).metrics)
-    try:
-        tasks = read_reports(folder, TaskReport)
-        steps, epochs = read_reports(folder, StepReport), read_reports(folder, EpochReport)
-        probes = read_reports(folder, ProbeReport)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{RunFolder(folder).metrics} contains lines of another version ({error}). Train the run again."
-        ) from None
+    tasks = read_reports(folder, TaskReport, strict=True)
+    steps, epochs = read_reports(folder, StepReport, strict=True), read_reports(folder, EpochReport, strict=True)
+    probes = read_reports(folder, ProbeReport, strict=True)
     if not tasks:
         raise UserError(
             f"{folder} has no finished task yet, so there is nothing to report. fastcssl-train status {folder} shows "
@@ -173,20 +173,26 @@ def order(method: str, strategy: str) -> tuple[int, int]:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    path = RunFolder(folder).config
-    if not path.exists():
-        seen = f"it holds no {path.name}" if folder.is_dir() else "there is no such folder"
+    path, remedy = RunFolder(folder).config, "Resuming the run writes it again."
+    with reading(path):
+        is_there, is_folder = path.exists(), folder.is_dir()
+    if not is_there:
+        seen = f"it holds no {path.name}" if is_folder else "there is no such folder"
         raise UserError(f"{folder} is not a run: {seen}. Give the folder that fastcssl-train wrote.")
+    described = read_object(path, remedy)
     try:
-        described = json.loads(path.read_bytes())
         for key, kind in _KEYS.items():
-            if not isinstance(described.get(key), kind):
-                raise TypeError(f"{key} is {'damaged' if key in described else 'missing'}")
-        described["machine"] = Machine(**described["machine"])
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({error}). Resuming the run writes it again.") from None
-    found: dict[str, Any] = described
-    return found
+            if not fits(kind, described.get(key)):
+                raise ValueError(f"{key} is {'damaged' if key in described else 'missing'}")
+        if len(described["words"]) != 3:
+            raise ValueError("words are not three")
+        for key in ("seed", "only_task"):
+            if not fits(int | None, described["config"].get(key)):
+                raise ValueError(f"{key} is {described['config'][key]!r:.60}")
+        described["machine"] = record_of(Machine, described["machine"])
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}). {remedy}") from None
+    return described
 
 
 def _check_lines(path: Path) -> None:

@@ -12,7 +12,8 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from dataprep.manifest import sync_folder
 from fastcssl.errors import UserError
+from fastcssl.runs.ownership import UNLOCKED, FileGuard, FolderLost, reading, reason_of, remedy_for
 
 SavedState = dict[str, Any]  # dicts, lists and tuples of tensors, numbers, strings, booleans and None
 
@@ -97,15 +99,18 @@ class Checkpoints:
 
     If a periodic write fails, `check` returns the error, so a full disk does not end the run: the earlier checkpoints
     stay. A write that the caller waits for (`task_end`, `failed`, `save(wait=True)`) raises its error.
+
+    guard: checked before each file is written, and again before it gets its name.
     """
 
-    def __init__(self, folder: Path | str, keep: int = 2) -> None:
+    def __init__(self, folder: Path | str, keep: int = 2, guard: FileGuard = UNLOCKED) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; keep at least 1 checkpoint.")
-        self.folder, self._keep = Path(folder), keep
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._keep, self._guard = Path(folder), keep, guard
+        with guard.writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._error: UserError | None = None
         self._last_is_whole = True
 
     def save(self, step: int, state: SavedState, *, wait: bool = False) -> float:
@@ -122,11 +127,16 @@ class Checkpoints:
         self._save(path, step, state, wait=True)
         return path
 
-    def check(self) -> CheckpointError | None:
-        """Returns the error of a write that has ended, or None. Each error is returned once."""
+    def check(self) -> UserError | None:
+        """Returns the error of a write that has ended, or None. Each error is returned once.
+
+        Raises FolderLost if the folder is no longer this process's.
+        """
         if self._thread is not None and self._thread.is_alive():
             return None
         error, self._error = self._error, None
+        if isinstance(error, FolderLost):
+            raise error
         return error
 
     def wait(self) -> None:
@@ -138,6 +148,7 @@ class Checkpoints:
     def _save(self, path: Path, step: int, state: SavedState, *, wait: bool) -> float:
         began = time.perf_counter()
         self.wait()
+        self._guard.check()
         # Not a daemon thread: a process that exits in the middle of a write still finishes it.
         self._thread = threading.Thread(target=self._write, args=(path, step, snapshot(state)), name="checkpoint")
         self._thread.start()
@@ -150,10 +161,13 @@ class Checkpoints:
     def _write(self, path: Path, step: int, state: SavedState) -> None:
         self._last_is_whole = False
         try:
+            self._guard.check()
             self._delete_stale()
-            _write_file(path, step, state)
+            _write_file(path, step, state, self._guard.check)
             self._last_is_whole = True
             self._delete_oldest(step)
+        except FolderLost as error:
+            self._error = error
         except Exception as error:
             self._error = CheckpointError(self._explained(error, path, state))
 
@@ -178,7 +192,7 @@ class Checkpoints:
             path.unlink(missing_ok=True)
 
     def _explained(self, error: Exception, path: Path, state: SavedState) -> str:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        reason = reason_of(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         if self._last_is_whole:
             return f"{path} was written, but an older file could not be deleted: {reason}. Look into {self.folder}."
         try:
@@ -186,10 +200,11 @@ class Checkpoints:
             found = _footers(self.folder, [])
         except OSError:
             free, found = "the free space is unknown", []
+        remedy = remedy_for(error) if isinstance(error, OSError) else "Use another --out"
         left = f"{found[0].path.name} is still intact" if found else "there is no earlier checkpoint"
         return (
             f"The checkpoint {path.name} could not be written to {self.folder}: {reason}. "
-            f"It needs {_num_bytes(state) / 1e6:,.1f} MB, {free}; {left}. Free some space or use another --out."
+            f"It needs {_num_bytes(state) / 1e6:,.1f} MB, {free}; {left}. {remedy}."
         )
 
 
@@ -229,18 +244,27 @@ class _DigestingFile:
         os.fsync(self._file.fileno())
 
 
-def _write_file(path: Path, step: int, state: SavedState) -> None:
-    """Writes a checkpoint under a temporary name and then renames it, so that `path` never names a partial file."""
+def _write_file(path: Path, step: int, state: SavedState, check: Callable[[], None]) -> None:
+    """Writes a checkpoint under a temporary name and then renames it, so that `path` never names a partial file.
+
+    check: called before the file is renamed.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    file = partial.open("wb")
     try:
-        with partial.open("wb") as file:
-            sink = _DigestingFile(file)
-            torch.save(state, cast(IO[bytes], sink))
-            sink.finish(step)
+        sink = _DigestingFile(file)
+        torch.save(state, cast(IO[bytes], sink))
+        sink.finish(step)
+        file.close()
+        check()
         os.replace(partial, path)
         sync_folder(path.parent)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        # Whatever fails here is not the cause.
+        with suppress(OSError):
+            file.close()
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
 
 
@@ -288,7 +312,9 @@ def _footers(folder: Path, warnings: list[str]) -> list[_Footer]:
     At the same step, the checkpoint of a task's end counts as later than a rolling one.
     """
     found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    with reading(folder):
+        paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in paths:
         if _ROLLING.fullmatch(path.name) or _TASK_END.fullmatch(path.name):
             try:
                 found.append(_footer(path))
@@ -311,7 +337,7 @@ def _footer(path: Path, *, verify: bool = False) -> _Footer:
                 digest.update(chunk)
                 left -= len(chunk)
     except OSError as error:
-        raise TornError(f"{path} cannot be read ({error.strerror}).") from error
+        raise TornError(f"{path} cannot be read ({reason_of(error)}).") from error
     if len(footer) < _FOOTER_BYTES or not footer.startswith(_MARK):
         raise TornError(f"{path} is damaged: its {num_bytes:,} bytes end without the closing mark.")
     _, version, step, length = _HEAD.unpack_from(footer)
@@ -335,62 +361,10 @@ def load(path: Path | str) -> SavedState:
         )
     try:
         return cast(SavedState, torch.load(path, map_location="cpu", weights_only=True))
+    except OSError as error:
+        raise TornError(f"{path} cannot be read ({reason_of(error)}).") from error
     except Exception as error:
         raise CheckpointError(
             f"{path} holds something other than tensors, numbers and text, which fastcssl never unpickles "
             f"({type(error).__name__}). Use a checkpoint that fastcssl wrote."
         ) from error
-
-
-def differences(
-    saved: Mapping[str, Any], current: Mapping[str, Any], implied: Mapping[str, Any] | None = None
-) -> list[str]:
-    """Returns one line for each dotted key whose value differs. A list equals a tuple of the same items.
-
-    `implied`: by dotted key, the value that a checkpoint without that key implies. A setting that is newer than the
-    checkpoint does not count as a difference while it has that value.
-    """
-    before, now = _flat(saved), _flat(current)
-    before = {key: value for key, value in (implied or {}).items() if key in now} | before
-    lines = []
-    for key in [*before, *(key for key in now if key not in before)]:
-        if key not in now:
-            lines.append(f"{key}: {before[key]!r} in the checkpoint, not set now")
-        elif key not in before:
-            lines.append(f"{key}: not in the checkpoint, {now[key]!r} now")
-        elif not _same(before[key], now[key]):
-            lines.append(f"{key}: {before[key]!r} in the checkpoint, {now[key]!r} now")
-    return lines
-
-
-def refuse_changed(
-    saved: Mapping[str, Any], current: Mapping[str, Any], path: Path, implied: Mapping[str, Any] | None = None
-) -> None:
-    """Raises CheckpointError when a setting differs. Both mappings should omit settings that do not affect training."""
-    if lines := differences(saved, current, implied):
-        raise CheckpointError(
-            f"The configuration differs from that of {path}. {'; '.join(lines)}. "
-            "Use the same values, or another --out, or --resume never to start over."
-        )
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Returns the leaves by dotted key. A list is a leaf unless it holds dicts."""
-    if isinstance(value, Mapping):
-        items = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-        items = [(str(index), item) for index, item in enumerate(value)]
-    else:
-        return {path: value}
-    flat: dict[str, Any] = {}
-    for key, item in items:
-        flat |= _flat(item, f"{path}.{key}" if path else key)
-    return flat
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, bool) is not isinstance(b, bool):
-        return False  # True == 1
-    return bool(a == b) or (a != a and b != b)  # the last: both NaN

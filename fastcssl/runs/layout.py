@@ -1,4 +1,4 @@
-"""The folder of a run: every path in it, its lock, its configuration, and how to find runs.
+"""The folder of a run: every path in it, its configuration, and how to find runs.
 
 RUN/config.json       the configuration, where each value comes from, and the data
 RUN/status.json       the progress of the run
@@ -10,15 +10,10 @@ RUN/tensorboard/      with --tensorboard
 RUN/profile/          with --profile
 """
 
-import fcntl
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dataprep.manifest import write_atomically
 from fastcssl.errors import UserError
 
 Folders = Path | str | Sequence[Path | str]  # one, or several
@@ -82,9 +77,6 @@ class RunFolder:
     def is_run(self) -> bool:
         return self.config.is_file()
 
-    def write_config(self, described: dict[str, Any]) -> None:
-        write_atomically(self.config, json.dumps(described, indent=1).encode())
-
 
 def folders_of(given: Folders) -> list[Path]:
     """Returns one folder or several as a list."""
@@ -99,35 +91,16 @@ def runs_in(folder: Path) -> list[Path]:
 def set_aside(folder: Path) -> Path | None:
     """Renames a folder, so that a run can start over there, and returns its new path.
 
-    Returns None, and renames nothing, if the folder is empty or does not exist.
+    Returns None, and renames nothing, if the folder does not exist or holds nothing but its lock.
     """
-    if not folder.is_dir() or not any(folder.iterdir()):
+    lock = RunFolder(folder).lock
+    if not folder.is_dir() or all(path == lock for path in folder.iterdir()):
         return None
     number = 1
     while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
     folder.rename(aside)
     return aside
-
-
-class locked:
-    """Keeps a second process out of a run's folder, because the two would overwrite each other's files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = RunFolder(folder).lock
-
-    def __enter__(self) -> None:
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._file)
-            raise UserError(
-                f"Another process is training in {self._path.parent}. Wait for it, or choose another --out."
-            ) from None
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
 
 
 def start_of(text: str) -> Path:
@@ -139,13 +112,3 @@ def start_of(text: str) -> Path:
         known = f"that run has finished tasks {', '.join(there)}" if there else "no finished task was found there"
         raise UserError(f"--from {text}: give RUN@k, a run's folder and a task it has finished; {known}.")
     return path
-
-
-def adopt_encoders(start: Path, out: Path) -> None:
-    """Copies the encoders up to a checkpoint's task from its run into the run that starts from it."""
-    old, new = RunFolder(start.parent.parent), RunFolder(out)
-    for index in range(int(start.stem.removeprefix("task-")) + 1):
-        path = old.encoder([index])
-        if path.is_file():
-            new.encoders.mkdir(parents=True, exist_ok=True)
-            write_atomically(new.encoder([index]), path.read_bytes())

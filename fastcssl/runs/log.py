@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from dataprep.manifest import write_atomically
 from fastcssl.errors import UserError
+from fastcssl.runs.json_file import all_finite, fits, parsed_object, record_of
 from fastcssl.runs.layout import RunFolder
+from fastcssl.runs.ownership import UNLOCKED, FileGuard, RunFolderError, reading
 
 _NON_FINITE = ("nan", "inf", "-inf")
 _WORDS = ("kind", "name", "what")  # fields that are always text, even if they read "nan"
@@ -26,10 +29,6 @@ _WORDS = ("kind", "name", "what")  # fields that are always text, even if they r
 
 class RunLogError(UserError):
     """The log of a run cannot be written or read."""
-
-
-class RunFolderError(RunLogError):
-    """A folder is not that of a run, or cannot be written to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,21 +113,22 @@ class RunLog:
         wandb: bool = False,
         wandb_project: str = "fastcssl",
         config: Mapping[str, Any] | None = None,
+        guard: FileGuard = UNLOCKED,
     ) -> None:
-        self._path = RunFolder(folder).metrics
+        self._path, self._guard = RunFolder(folder).metrics, guard
         self._resume_step = resume_step
         self._repeatable: set[tuple[Any, ...]] = set()
         self._sinks: list[_Tracker] = []
-        try:
+        with guard.writing(RunFolder(folder).tensorboard if tensorboard else folder):
             folder.mkdir(parents=True, exist_ok=True)
             if tensorboard:
                 self._sinks.append(_TensorBoard(folder, resume_step))
-            if wandb:
+        if wandb:
+            with guard.writing(RunFolder(folder).wandb_id):
                 self._sinks.append(_Wandb(folder, wandb_project, config or {}))
+        with guard.writing(self._path):
             self._cut(-1 if resume_step is None else resume_step)
             self._file = self._path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise self._refusal(error) from None
 
     @staticmethod
     def silent() -> "RunLog":
@@ -140,11 +140,14 @@ class RunLog:
         if not self._path.exists():
             return
         content, kept = self._path.read_bytes(), bytearray()
-        for line in content.splitlines(keepends=True):
-            record = _parsed(line)
-            if record is None or record["step"] > last_step:
+        for line in content.split(b"\n"):
+            try:
+                record = _parsed(line)
+            except ValueError:  # cut short by a crash, or damaged
                 continue
-            kept += line.rstrip(b"\n") + b"\n"
+            if record["step"] > last_step:
+                continue
+            kept += line + b"\n"
             if record["step"] == last_step and record["kind"] != StepReport.kind:
                 self._repeatable.add(_identity(record))
         if bytes(kept) != content:
@@ -163,30 +166,29 @@ class RunLog:
         # from it, those lines are written a second time, and are dropped here.
         if record["step"] == self._resume_step and _identity(record) in self._repeatable:
             return
-        try:
+        with self._guard.writing(self._path):
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise self._refusal(error) from None
         scalars = dict(_scalars(record))
         for sink in self._sinks:
-            sink.write(scalars, record["step"])
+            with self._guard.writing(self._path.with_name(sink.name)):
+                sink.write(scalars, record["step"])
 
     def sync(self) -> None:
         """Flushes the file to the disk. Called before a checkpoint, so that a checkpoint is never ahead of the log."""
-        try:
+        with self._guard.writing(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._refusal(error) from None
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-        try:
-            self._file.close()
-        except OSError as error:
-            raise self._refusal(error) from None
+        """Closes all files. Raises the first error only after every file is closed."""
+        with ExitStack() as stack:
+            for name, close in (
+                (self._path.name, self._file.close),
+                *((sink.name, sink.close) for sink in self._sinks),
+            ):
+                stack.enter_context(UNLOCKED.writing(self._path.with_name(name)))
+                stack.callback(close)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -194,13 +196,11 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def _refusal(self, error: OSError) -> RunFolderError:
-        return RunFolderError(
-            f"Cannot write {self._path} ({error.strerror}). Make room or choose another folder, then run the same "
-            "command to resume."
-        )
+        try:
+            self.close()
+        except UserError:
+            if kind is None:  # otherwise the run ends with the first error
+                raise
 
 
 class _SilentLog(RunLog):
@@ -217,29 +217,50 @@ class _SilentLog(RunLog):
         pass
 
 
-def read_reports(folder: Path, kind: type[SomeReport]) -> list[SomeReport]:
-    """Returns the reports of one kind, in order. Skips unreadable lines: the last one may still be being written."""
+def read_reports(folder: Path, kind: type[SomeReport], *, strict: bool = False) -> list[SomeReport]:
+    """Returns the reports of one kind, in order. Skips damaged lines: the last one may still be being written.
+
+    strict: raises RunFolderError for a damaged line instead.
+    """
     path = RunFolder(folder).metrics
-    if not path.exists():
-        return []
     begin = f'{{"kind": "{kind.kind}",'.encode()
-    with path.open("rb") as lines:
-        records = [_parsed(line) for line in lines if line.startswith(begin)]
-    return [_report(kind, record) for record in records if record is not None]
+    found: list[SomeReport] = []
+    with reading(path):
+        content = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.startswith(begin):
+            continue
+        try:
+            found.append(_report(kind, _parsed(line)))
+        except ValueError as error:
+            if strict and not content.endswith(line):
+                raise RunFolderError(
+                    f"Line {number} of {path} is damaged or of another version ({error}). Delete that line to use the "
+                    "rest, or resume the run, which drops it."
+                ) from None
+    return found
 
 
 def _report(kind: type[SomeReport], record: dict[str, Any]) -> SomeReport:
-    return kind(**{entry.name: record[entry.name] for entry in fields(kind) if entry.name in record})
+    return record_of(kind, {entry.name: record[entry.name] for entry in fields(kind) if entry.name in record})
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        return None
-    return {key: value if key in _WORDS else _numbers(value) for key, value in record.items()}
+_KINDS: dict[str, type[LogReport]] = {kind.kind: kind for kind in (StepReport, EpochReport, ProbeReport, TaskReport)}
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Returns the record in a line. Raises ValueError if the line is damaged."""
+    found = parsed_object(line)
+    record = {key: value if key in _WORDS else _numbers(value) for key, value in found.items()}
+    if not fits(int, record.get("step")) or not all(fits(str, record[word]) for word in _WORDS if word in record):
+        raise ValueError("it has no step")
+    if record.get("kind") in _KINDS:
+        _report(_KINDS[record["kind"]], record)  # type: ignore[type-var]
+        if not all_finite([record.get("seconds")]):  # a loss may be infinite, a time never is
+            raise ValueError("its seconds are not finite")
+    elif record.get("kind") != "event":
+        raise ValueError("its kind is unknown")
+    return record
 
 
 def _numbers(value: Any) -> Any:
@@ -274,6 +295,8 @@ def _scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 class _Tracker(Protocol):
+    name: str  # of its folder
+
     def write(self, scalars: dict[str, float], step: int) -> None: ...
     def close(self) -> None: ...
 
@@ -286,6 +309,8 @@ def _optional(module: str, package: str, option: str) -> Any:
 
 
 class _TensorBoard:
+    name = "tensorboard"
+
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         module = _optional("torch.utils.tensorboard", "tensorboard", "Logging to TensorBoard")
         # Hides what an earlier process logged after its last checkpoint.
@@ -302,6 +327,8 @@ class _TensorBoard:
 
 class _Wandb:
     """Logs to Weights & Biases. WANDB_MODE=offline and wandb's other variables work as usual."""
+
+    name = "wandb"
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
         module = _optional("wandb", "wandb", "Logging to Weights & Biases")

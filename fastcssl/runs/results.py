@@ -15,8 +15,10 @@ from typing import Any, Literal, get_args
 
 from dataprep.manifest import ManifestError, typed, write_atomically
 from fastcssl.errors import UserError
+from fastcssl.runs.json_file import NotAnObjectError, parsed_object
 from fastcssl.runs.layout import RunFolder
 from fastcssl.runs.metrics import AVERAGE, METRICS, AccuracyTable, MetricInputs, Need, average, single_metrics
+from fastcssl.runs.ownership import UNLOCKED, reading
 
 FORMAT = 1
 DOWNSTREAM = "downstream:"
@@ -136,9 +138,10 @@ class Evaluation:
         """Writes RUN/evaluations/<name>.json atomically and returns its path."""
         _check(self, "the result")
         folder = RunFolder(run).evaluations
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
-        write_atomically(path, json.dumps(self.as_json(), indent=1, allow_nan=False).encode())
+        with UNLOCKED.writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(self.as_json(), indent=1, allow_nan=False).encode())
         return path
 
 
@@ -151,15 +154,17 @@ def result_name(probe: Probe, scope: str, settings: Mapping[str, Any], manifest_
 
 def load_evaluation(path: Path) -> Evaluation:
     """Reads a result file and returns its evaluation. Raises ResultError if the file cannot be used."""
+    with reading(path):
+        text = path.read_bytes()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ResultError(f"{path} cannot be read ({error.strerror}). Check its permissions.") from None
-    except (ValueError, RecursionError):
+        content = parsed_object(text)
+    except NotAnObjectError:
+        content = {}
+    except ValueError:
         raise ResultError(
             f"{path} is not valid JSON: it is half-written or damaged. Delete it and run fastcssl-eval again."
         ) from None
-    version = content.get("format") if isinstance(content, dict) else None
+    version = content.get("format")
     if version != FORMAT:
         raise ResultError(
             f"{path} is not a result that this version of fastcssl-eval can read (format {version!r}, not {FORMAT}). "

@@ -16,8 +16,10 @@ from rich.text import Text
 
 from dataprep.manifest import write_atomically
 from fastcssl.runs.display import bar_grid, bar_row, duration, fact_grid, framed, number, probe_rows, share, wait_style
+from fastcssl.runs.json_file import all_finite, read_object, record_of
 from fastcssl.runs.layout import RunFolder
-from fastcssl.runs.log import ProbeReport, RunFolderError, StepReport, read_reports
+from fastcssl.runs.log import ProbeReport, StepReport, read_reports
+from fastcssl.runs.ownership import UNLOCKED, FileGuard, RunFolderError, reading
 
 _SILENT_SECONDS = 600
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -65,22 +67,29 @@ class Status:
         return born is not None and born == self.born
 
 
-def write_status(folder: Path, status: Status) -> None:
+def write_status(folder: Path, status: Status, guard: FileGuard = UNLOCKED) -> None:
     """Writes RUN/status.json atomically, with the current time as `updated`."""
-    content = asdict(replace(status, updated=time.time()))
-    write_atomically(RunFolder(folder).status, (json.dumps(content, indent=1) + "\n").encode())
+    content, path = asdict(replace(status, updated=time.time())), RunFolder(folder).status
+    with guard.writing(path):
+        write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def read_status(folder: Path) -> Status:
     """Returns the content of RUN/status.json. Raises RunFolderError if the folder is not a run's."""
     path = RunFolder(folder).status
-    if not path.exists():
-        seen = "has no status.json" if folder.is_dir() else "does not exist"
+    with reading(path):
+        is_there, is_folder = path.exists(), folder.is_dir()
+    if not is_there:
+        seen = "has no status.json" if is_folder else "does not exist"
         raise RunFolderError(f"{folder} is not a run: it {seen}. Give the folder that fastcssl-train wrote.")
+    remedy = "Resuming the run writes it again."
     try:
-        return Status(**json.loads(path.read_bytes()))
-    except (ValueError, TypeError, OSError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}). Resuming the run writes it again.") from None
+        status = record_of(Status, read_object(path, remedy))
+        if not all_finite([status.started, status.updated, status.seconds_left]):
+            raise ValueError("a time is not finite")
+    except ValueError as error:
+        raise RunFolderError(f"{path} cannot be read ({error}). {remedy}") from None
+    return status
 
 
 def summary(folder: Path, *, now: float | None = None) -> RenderableType:
@@ -120,8 +129,8 @@ def _state(status: Status, age: float) -> tuple[str, str]:
 
 def _facts(folder: Path, status: Status) -> list[tuple[str, str, str]]:
     facts = [
-        ("task", f"{status.task + 1}/{status.num_tasks}", ""),
-        ("epoch", f"{status.epoch + 1}/{status.num_epochs}", ""),
+        ("task", f"{min(status.task + 1, status.num_tasks)}/{status.num_tasks}", ""),
+        ("epoch", f"{min(status.epoch + 1, status.num_epochs)}/{status.num_epochs}", ""),
         ("step", f"{status.step:,}/{status.num_steps:,}", ""),
     ]
     steps = read_reports(folder, StepReport)

@@ -238,6 +238,10 @@ def check(config: Config, data: Prepared, tasks: list[tuple[int, ...]], world: W
             f"train with --data {data.folder / f'{config.recipe}.json'}."
         )
     _check_epochs(config, data)
+    last = config.run.stop_after_task
+    if last is not None and last >= len(tasks):
+        there = f"{len(tasks)} tasks, 0 to {len(tasks) - 1}" if len(tasks) > 1 else "a single task, 0"
+        raise UserError(f"--stop-after-task {last}: this run has {there}. Name one of them, or leave the flag out.")
     if config.batch_size % (world.size * config.accumulate):
         raise UserError(
             f"The batch size {config.batch_size} counts all processes and micro-batches, and cannot be shared equally "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from fastcssl.runs.ownership import UNLOCKED
 from fastcssl.train.build import Run
 
 _SKIPPED_STEPS = 5  # the first steps compile, tune and fill queues
@@ -46,5 +47,6 @@ class Profile:
             self._profiler.step()
 
     def _write(self, profiler: Any) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._path))
+        with UNLOCKED.writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._path))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -12,11 +12,13 @@ import torch
 from rich.console import Console
 
 from fastcssl.config.config import plain
+from fastcssl.errors import UserError
 from fastcssl.evaluate.online_probe import ProbeResult
 from fastcssl.runs.bottleneck import verdict
 from fastcssl.runs.display import Display, RunHeader, TaskPlan
 from fastcssl.runs.layout import RunFolder
 from fastcssl.runs.log import EpochReport, ProbeReport, RunLog, StepReport, TaskReport, read_reports
+from fastcssl.runs.ownership import UNLOCKED, FileGuard, FolderLost, RunFolderError
 from fastcssl.runs.status import RunState, Status, write_status
 from fastcssl.train.build import Run
 from fastcssl.train.state import Position
@@ -27,16 +29,26 @@ _STATUS_SECONDS = 5.0
 class Reporter:
     """Writes and shows reports. On ranks other than 0 every method does nothing."""
 
-    def __init__(self, run: Run, *, data: Path, folder: RunFolder, start: Position | None, console: Console | None):
+    def __init__(
+        self,
+        run: Run,
+        *,
+        data: Path,
+        folder: RunFolder,
+        start: Position | None,
+        console: Console | None,
+        guard: FileGuard = UNLOCKED,
+    ) -> None:
         """`start`: the position of the checkpoint that the run resumes from, or None for a new run."""
         config = run.config
-        self._run, self._folder, self._leads = run, folder, run.world.rank == 0
+        self._run, self._folder, self._guard, self._leads = run, folder, guard, run.world.rank == 0
         self._epochs = [run.num_epochs(index) for index in range(len(run.tasks))]
         self._steps = [epochs * run.steps_per_epoch(index) for index, epochs in enumerate(self._epochs)]
         self._header = _header(run, data)
         self._position, self._resumes = start or Position(), start is not None
         self._at: StepReport | None = None
         self._started, self._last_status = time.time(), time.monotonic()
+        self._told_status = False
         self._stack = ExitStack()
         self.log = self._open_log(config.run.wandb)
         plans = [
@@ -55,6 +67,7 @@ class Reporter:
             wandb=wandb_project is not None,
             wandb_project=wandb_project or "fastcssl",
             config=plain(self._run.config),
+            guard=self._guard,
         )
 
     def __enter__(self) -> "Reporter":
@@ -70,7 +83,8 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.write_status("failed", message=str(error) or kind.__name__)
+            with suppress(UserError):  # the run ends with the first error
+                self.write_status("failed", message=str(error) or kind.__name__)
         self._stack.__exit__(kind, error, trace)
 
     def note(self, text: str, *, warning: bool = False) -> None:
@@ -118,6 +132,8 @@ class Reporter:
         self._display.task_end(report)
 
     def finish(self, step: int, tasks: Sequence[TaskReport]) -> None:
+        # The time of all processes that trained the run: the last one may only have found that nothing is left.
+        self._started = time.time() - sum(task.seconds for task in tasks)
         self.write_status("finished")
         if self._leads:
             found = verdict([task.stages for task in tasks], self._run.machine())
@@ -148,7 +164,15 @@ class Reporter:
             message=message,
             started=self._started,
         )
-        write_status(self._folder.root, status)
+        try:
+            write_status(self._folder.root, status, self._guard)
+        except FolderLost:
+            raise
+        except RunFolderError as error:
+            # Only other processes read the status, so the run continues without it.
+            if not self._told_status:
+                self.note(str(error), warning=True)
+            self._told_status = True
 
 
 def _header(run: Run, data: Path) -> RunHeader:

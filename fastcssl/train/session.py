@@ -15,13 +15,14 @@ from rich.console import Console
 
 from fastcssl.config.config import Resume
 from fastcssl.config.recipes import Recipe
-from fastcssl.errors import Diverged, UserError
+from fastcssl.errors import Diverged
 from fastcssl.evaluate.online_probe import ParityProbe, probe
 from fastcssl.learn.random_state import random_state
 from fastcssl.runs.checkpoint import CheckpointError, Checkpoints
 from fastcssl.runs.interrupt import Stop
-from fastcssl.runs.layout import RunFolder, locked, set_aside
+from fastcssl.runs.layout import RunFolder
 from fastcssl.runs.log import TaskReport
+from fastcssl.runs.ownership import UNLOCKED, FileGuard, own, write_config
 from fastcssl.train.build import Run
 from fastcssl.train.reporter import Reporter
 from fastcssl.train.start import find_start
@@ -58,15 +59,15 @@ class Session:
         with ExitStack() as stack:
             # Entered first and left last, so that a signal cannot interrupt the wait for a checkpoint being written.
             self._stop = stack.enter_context(Stop())
-            self._enter_folder(stack, resume)
-            self.start = find_start(run, self.folder, data, start_from)
+            self.guard = self._enter_folder(stack, resume)
+            self.start = find_start(run, self.folder, data, start_from, self.guard)
             self._checkpoints = self._open_checkpoints(stack)
             if self._leads:
-                self.folder.write_config(run.described(recipe, data))
+                write_config(self.folder, run.described(recipe, data), self.guard)
             self.parity = self._open_parity(stack)
             position = None if self.start.state is None else self.start.position
             self.reporter = stack.enter_context(
-                Reporter(run, data=data, folder=self.folder, start=position, console=console)
+                Reporter(run, data=data, folder=self.folder, start=position, console=console, guard=self.guard)
             )
             for text in (*self.start.warnings, *startup_warnings(run, recipe.sources)):
                 self.reporter.note(text, warning=True)
@@ -84,22 +85,18 @@ class Session:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def _enter_folder(self, stack: ExitStack, resume: Resume) -> None:
-        out = self.folder.root
+    def _enter_folder(self, stack: ExitStack, resume: Resume) -> FileGuard:
+        """Locks the folder on rank 0, and returns the guard of this rank's files."""
+        guard = UNLOCKED
         if self._leads:
-            try:
-                if resume == "never":
-                    set_aside(out)
-                out.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(out))
-            except OSError as error:
-                raise UserError(f"Cannot write into {out} ({error.strerror}). Choose another --out.") from None
+            guard = stack.enter_context(own(self.folder.root, start_over=resume == "never"))
         self._world.barrier()
+        return guard
 
     def _open_checkpoints(self, stack: ExitStack) -> Checkpoints | None:
         if not self._leads:
             return None
-        checkpoints = Checkpoints(self.folder.checkpoints, self._run.config.run.keep_checkpoints)
+        checkpoints = Checkpoints(self.folder.checkpoints, self._run.config.run.keep_checkpoints, self.guard)
         stack.callback(checkpoints.wait)
         return checkpoints
 
@@ -183,7 +180,9 @@ class Session:
     def end_task(self, report: TaskReport, state: dict[str, Any]) -> None:
         """Exports the encoder and writes the checkpoint of a finished task, which is kept."""
         if self._leads:
-            self._run.export(self.folder.encoder(self._run.tasks[report.task]), report.task)
+            path = self.folder.encoder(self._run.tasks[report.task])
+            with self.guard.writing(path):
+                self._run.export(path, report.task)
         self._tasks.append(report)
         state = self._whole(state)
         self.reporter.task(report)

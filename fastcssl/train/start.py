@@ -7,9 +7,11 @@ from typing import Any
 from fastcssl.config.upgrades import implied
 from fastcssl.errors import UserError
 from fastcssl.learn.random_state import restore_random_state
-from fastcssl.runs.checkpoint import Found, latest, load, refuse_changed
-from fastcssl.runs.layout import RunFolder, adopt_encoders, start_of
+from fastcssl.runs.changed_settings import refuse_changed
+from fastcssl.runs.checkpoint import Found, latest, load
+from fastcssl.runs.layout import RunFolder, start_of
 from fastcssl.runs.log import TaskReport
+from fastcssl.runs.ownership import FileGuard, adopt_encoders, reading
 from fastcssl.train.build import Run
 from fastcssl.train.state import Position
 
@@ -30,8 +32,11 @@ class Start:
         return self.state is not None and index == self.position.task and not self.position.ended
 
 
-def find_start(run: Run, folder: RunFolder, data: Path, start_from: str | None) -> Start:
-    """Returns the newest intact checkpoint of this run or, if it has none, the state of the run it starts from."""
+def find_start(run: Run, folder: RunFolder, data: Path, start_from: str | None, guard: FileGuard) -> Start:
+    """Returns the newest intact checkpoint of this run or, if it has none, the state of the run it starts from.
+
+    guard: protects the encoders that are copied from that other run.
+    """
     leads = run.world.rank == 0
     found: Found | None = latest(folder.checkpoints) if leads else None
     warnings = found.warnings if found else ()
@@ -42,7 +47,8 @@ def find_start(run: Run, folder: RunFolder, data: Path, start_from: str | None) 
         state = found.state if found else load(path)
         refuse_changed(state["config"], current, path, unsaid)
     elif start_from is not None:
-        path = start_of(start_from)
+        with reading(Path(start_from)):
+            path = start_of(start_from)
         state = load(path)
         refuse_changed(_shared(state["config"]), _shared(current), path, unsaid)
     else:
@@ -53,7 +59,7 @@ def find_start(run: Run, folder: RunFolder, data: Path, start_from: str | None) 
             "data, or start over with another --out."
         )
     if not name and leads:
-        adopt_encoders(path, folder.root)
+        adopt_encoders(path, folder, guard)
     return Start(
         position=Position(**state["position"]),
         state=state,

@@ -23,7 +23,8 @@ from fastcssl.distributed.world import RankLost, World
 from fastcssl.errors import Diverged, UserError
 from fastcssl.learn import methods, strategies
 from fastcssl.runs.checkpoint import CheckpointError
-from fastcssl.runs.log import RunFolderError, TaskReport
+from fastcssl.runs.log import TaskReport
+from fastcssl.runs.ownership import RunFolderError
 from fastcssl.runs.status import Status, write_status
 from fastcssl.train.session import Outcome
 

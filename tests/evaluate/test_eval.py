@@ -358,7 +358,7 @@ def test_runs_that_cannot_be_evaluated(copied: Trained, tmp_path: Path, capsys: 
     config = copied.run / "config.json"
     kept = config.read_text()
     config.write_text(kept[:50])
-    refused(capsys, copied.run, says="is not the config.json of a run")
+    refused(capsys, copied.run, says="config.json cannot be read")
     config.write_text(kept.replace("resnet18-w8", "resnet50"))
     refused(capsys, copied.run, says="holds a resnet18-w8 (cifar stem), but the run trained a resnet50")
     config.write_text(kept.replace(json.loads(kept)["manifest_sha256"], "0" * 64))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastcssl.runs import checkpoint
+from fastcssl.runs import changed_settings, checkpoint
 from fastcssl.runs.checkpoint import CheckpointError, Checkpoints, SavedState, TornError, latest, load
 
 
@@ -317,7 +317,9 @@ class Evil:
 def test_code_is_never_unpickled(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCSSL_TEST_EVIL", str(tmp_path / "executed"))
     Checkpoints(folder).save(1, state_of(1), wait=True)
-    checkpoint._write_file(folder / "step-00000002.pt", 2, {"x": Evil()})  # a right checksum proves no good intent
+    checkpoint._write_file(
+        folder / "step-00000002.pt", 2, {"x": Evil()}, lambda: None
+    )  # a right checksum, no good intent
     for read in (lambda: load(folder / "step-00000002.pt"), lambda: latest(folder)):
         with pytest.raises(CheckpointError, match=r"step-00000002\.pt holds something other than tensors"):
             read()
@@ -365,10 +367,10 @@ def test_differences() -> None:
     }
     optim = {"lr": 0.6, "betas": [0.9, 0.95], "gone": 1.0}
     same_again = {"optim": optim, "views": ({"size": 224},), "flag": True, "x": {"y": 1}}
-    assert checkpoint.differences(saved, same_again) == []
-    assert checkpoint.differences({"a": float("nan")}, {"a": float("nan")}) == []
+    assert changed_settings.differences(saved, same_again) == []
+    assert changed_settings.differences({"a": float("nan")}, {"a": float("nan")}) == []
     changed = {"optim": {"lr": 0.3, "betas": (0.9, 0.99), "new": "a"}, "views": [{"size": 96}], "flag": 1, "x": 5}
-    assert checkpoint.differences(saved, changed) == [
+    assert changed_settings.differences(saved, changed) == [
         "optim.lr: 0.6 in the checkpoint, 0.3 now",
         "optim.betas: (0.9, 0.95) in the checkpoint, (0.9, 0.99) now",
         "optim.gone: 1 in the checkpoint, not set now",
@@ -378,8 +380,8 @@ def test_differences() -> None:
         "optim.new: not in the checkpoint, 'a' now",
         "x: not in the checkpoint, 5 now",
     ]
-    checkpoint.refuse_changed(saved, same_again, Path("step-1.pt"))
+    changed_settings.refuse_changed(saved, same_again, Path("step-1.pt"))
     with pytest.raises(CheckpointError) as refused:
-        checkpoint.refuse_changed(saved, changed, Path("run/step-1.pt"))
+        changed_settings.refuse_changed(saved, changed, Path("run/step-1.pt"))
     for words in ("run/step-1.pt", "optim.lr: 0.6", "optim.new", "flag", "--out", "--resume never", "the same values"):
         assert words in str(refused.value)

@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from fastcssl.runs.display import Display, RunHeader, TaskPlan, duration, final_table, number
-from fastcssl.runs.log import EpochReport, ProbeReport, RunFolderError, RunLog, StepReport, TaskReport
+from fastcssl.runs.log import EpochReport, ProbeReport, RunLog, StepReport, TaskReport
+from fastcssl.runs.ownership import RunFolderError
 from fastcssl.runs.status import Status, _birth, read_status, sparkline, summary, write_status
 
 HEADER = RunHeader(recipe="in100-class5", method="moco", strategy="pnr", data="/data/in100", device="cuda:0")
@@ -378,6 +379,15 @@ def test_a_damaged_status_is_a_sentence(tmp_path: Path, content: str) -> None:
     (tmp_path / "status.json").write_text(content)
     with pytest.raises(RunFolderError, match=r"status\.json cannot be read"):
         summary(tmp_path)
+
+
+def test_the_last_epoch_of_a_finished_run_is_not_exceeded(tmp_path: Path) -> None:
+    counts = {"task": 1, "num_tasks": 1, "epoch": 1, "num_epochs": 1, "step": 4, "num_steps": 4}
+    write_status(tmp_path, Status(state="finished", title="t", **counts))
+    console = Console(file=io.StringIO(), width=100)
+    console.print(summary(tmp_path))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1/1" in said and "2/1" not in said
 
 
 def test_what_is_not_a_run_is_a_sentence(tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from fastcssl.runs import timing
 from fastcssl.runs.log import (
     EpochReport,
     ProbeReport,
-    RunFolderError,
     RunLog,
     RunLogError,
     StepReport,
     TaskReport,
     read_reports,
 )
+from fastcssl.runs.ownership import RunFolderError
 from fastcssl.runs.timing import DeviceIdle, Rates
 
 STEPS_PER_EPOCH = 5
@@ -213,7 +213,9 @@ def test_the_silent_log_takes_everything_and_leaves_nothing(
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=r"Cannot write .*file.metrics.jsonl \(.+\)\. Make room"):
+    with pytest.raises(
+        RunFolderError, match=r"Cannot write .*file \(File exists\)\. Check the disk or use another --out"
+    ):
         RunLog(tmp_path / "file")
 
 
@@ -221,7 +223,9 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     with log._file, open("/dev/full", "w") as full:  # what is written there meets a full disk
         os.dup2(full.fileno(), log._file.fileno())
-        with pytest.raises(RunFolderError, match=r"Cannot write .*No space left.* run the same command to resume"):
+        with pytest.raises(
+            RunFolderError, match=r"Cannot write .*No space left.* Free some space .* run the same command again"
+        ):
             log.write(step_report(1))
         with pytest.raises(RunFolderError, match="No space left"):
             log.close()

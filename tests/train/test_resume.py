@@ -19,7 +19,7 @@ from small_runs import killed, lines, losses, prepared, run, tiny
 
 from fastcssl.errors import UserError
 from fastcssl.runs.checkpoint import CheckpointError, latest, load
-from fastcssl.runs.status import summary
+from fastcssl.runs.status import read_status, summary
 
 # Where the process kills itself.
 PLACES = {
@@ -102,6 +102,8 @@ def test_a_finished_run_is_finished(data: Path, whole: Path) -> None:
     outcome = run(tiny(), data, whole)
     assert outcome.status == "finished" and len(outcome.tasks) == 2
     assert (whole / "metrics.jsonl").read_bytes() == before
+    status = read_status(whole)
+    assert status.updated - status.started >= sum(task.seconds for task in outcome.tasks) > 0
 
 
 def test_stopping_after_a_task_and_going_on(tmp_path: Path, data: Path, whole: Path) -> None:

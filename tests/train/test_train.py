@@ -26,6 +26,7 @@ from fastcssl.learn.methods import BankConfig
 from fastcssl.learn.precision import strides_over_a_pixel
 from fastcssl.runs import checkpoint
 from fastcssl.runs.checkpoint import CheckpointError
+from fastcssl.runs.ownership import own
 from fastcssl.train.meter import Meter
 from fastcssl.train.watch import Decision, Watch
 
@@ -256,10 +257,10 @@ def test_a_full_disk_spoils_neither_the_run_nor_the_last_checkpoint(
 ) -> None:
     write = checkpoint._write_file
 
-    def full(path: Path, step: int, state: dict[str, Any]) -> None:
+    def full(path: Path, step: int, *args: Any) -> None:
         if step == 3:
             raise OSError(28, "No space left on device")
-        write(path, step, state)
+        write(path, step, *args)
 
     monkeypatch.setattr(checkpoint, "_write_file", full)
     console, text = _console()
@@ -285,11 +286,16 @@ def test_a_corrupt_image_is_replaced_and_told_once(tmp_path: Path) -> None:
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path, two_tasks: Path) -> None:
-    from fastcssl.runs.layout import locked
+    for resume in ("auto", "never"):  # to start over must not rename the folder of a run that is training
+        with own(tmp_path / "run"), pytest.raises(UserError, match="Another process is training"):
+            run(tiny(), two_tasks, tmp_path / "run", resume=resume)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
-    (tmp_path / "run").mkdir()
-    with locked(tmp_path / "run"), pytest.raises(UserError, match="Another process is training"):
-        run(tiny(), two_tasks, tmp_path / "run")
+
+def test_stopping_after_a_task_that_does_not_exist_is_refused(tmp_path: Path, two_tasks: Path) -> None:
+    with pytest.raises(UserError, match="--stop-after-task 2: this run has 2 tasks, 0 to 1"):
+        run(tiny(run={"stop_after_task": 2}), two_tasks, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

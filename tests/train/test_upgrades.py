@@ -17,7 +17,8 @@ from dataprep import verify_data
 from fastcssl.config.config import ExpectConfig
 from fastcssl.config.upgrades import implied
 from fastcssl.learn.encoders import EncoderConfig
-from fastcssl.runs.checkpoint import CheckpointError, differences
+from fastcssl.runs.changed_settings import differences
+from fastcssl.runs.checkpoint import CheckpointError
 
 STORED = sorted((Path(__file__).parents[1] / "upgrades").glob("*.tar.xz"))
 
