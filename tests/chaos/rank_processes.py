@@ -1,5 +1,6 @@
-"""Runs `fastcssl-train` on ranks that are processes of this machine, forked from one that has imported torch already."""
+"""Runs `fastcssl-train` on ranks that are processes of this machine, forked from one that has imported torch."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,16 @@ _FORKSERVER.set_forkserver_preload(
     ["torch", "torch.distributed", "torchvision", "fastcssl.cli.train", "fastcssl.api", "fastcssl.train.loop"]
 )
 DEADLINE_S = 240.0  # generous: the machine may be busy
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the ranks talk over: the loopback, or an interface of the network namespaces that the ranks are in."""
+
+    master: str = "127.0.0.1"
+    interface: str = "lo"
+    namespaces: tuple[str, ...] = ()  # one path for each rank, or none
 
 
 @dataclass(frozen=True)
@@ -48,15 +59,17 @@ class Ended:
 class RankProcesses:
     """Starts one process per rank. `timeout_s` replaces the ten minutes that a rank waits for another."""
 
-    def __init__(self, words: Sequence[str], size: int, folder: Path, *, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, words: Sequence[str], size: int, folder: Path, *, timeout_s: float = 60.0, network: Network | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.size, self._out = size, Path(words[list(words).index("--out") + 1])
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self._logs = [folder / f"rank{rank}.txt" for rank in range(size)]
         self._processes = [
-            _FORKSERVER.Process(target=_train, args=(list(words), rank, size, port, log, timeout_s), daemon=True)
-            for rank, log in enumerate(self._logs)
+            _FORKSERVER.Process(target=_train, args=(list(words), place, log, timeout_s), daemon=True)
+            for place, log in zip(_places(size, port, network or Network()), self._logs, strict=True)
         ]
         for process in self._processes:
             process.start()
@@ -102,24 +115,48 @@ class RankProcesses:
             process.join()
 
 
-def trained(words: Sequence[str], size: int, folder: Path) -> Ended:
+def trained(words: Sequence[str], size: int, folder: Path, network: Network | None = None) -> Ended:
     """Runs a training to its end, on one or more ranks."""
-    return RankProcesses(words, size, folder).wait()
+    return RankProcesses(words, size, folder, network=network).wait()
 
 
-def _train(words: list[str], rank: int, size: int, port: int, log: Path, timeout_s: float) -> None:
+@dataclass(frozen=True)
+class _Place:
+    """What a rank's environment says, and the network namespace that it enters, if any."""
+
+    environment: dict[str, str]
+    namespace: str | None
+
+
+def _places(size: int, port: int, network: Network) -> list[_Place]:
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": network.master, "MASTER_PORT": str(port)}
+    shared["GLOO_SOCKET_IFNAME"] = network.interface
+    namespaces = network.namespaces or (None,) * size
+    return [
+        _Place(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, namespace)
+        for rank, namespace in enumerate(namespaces)
+    ]
+
+
+def _train(words: list[str], place: _Place, log: Path, timeout_s: float) -> None:
     """Is a rank: `python -m fastcssl.cli.train WORDS`, with a shorter timeout."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in place.items()})
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    sys.exit(main_with_timeout(words, timeout_s))
+    if place.namespace is not None:
+        _enter(place.namespace)
+    os.environ.update(place.environment)
+    sys.exit(_main(words, timeout_s))
 
 
-def main_with_timeout(words: list[str], timeout_s: float) -> int:
+def _enter(namespace: str) -> None:
+    with open(namespace) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"The network namespace {namespace} cannot be entered")
+
+
+def _main(words: list[str], timeout_s: float) -> int:
     """Runs fastcssl-train with another time than ten minutes after which a rank counts as lost."""
     import torch
 
@@ -129,7 +166,3 @@ def main_with_timeout(words: list[str], timeout_s: float) -> int:
     torch.set_num_threads(1)
     world.connected.__wrapped__.__kwdefaults__["timeout_s"] = timeout_s  # type: ignore[attr-defined]
     return train.main(words)
-
-
-if __name__ == "__main__":
-    sys.exit(main_with_timeout(sys.argv[2:], float(sys.argv[1])))

@@ -47,6 +47,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 MailProg=/bin/true
 KillWait=5
+OverTimeLimit=2
 GresTypes=gpu
 {nodes}
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP

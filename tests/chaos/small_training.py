@@ -1,9 +1,11 @@
 """Describes trainings of a few seconds, as commands, and compares what two of them left in their folders."""
 
+import fcntl
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,10 @@ _TIMINGS = ("tasks", "rates", "stages")  # of a checkpoint: they differ between 
 
 @dataclass(frozen=True)
 class SmallTraining:
-    """A command of two steps per epoch, in three tasks."""
+    """A command of two steps per epoch, in three tasks, if the data is that of `prepare_data`."""
 
     data: Path
+    recipe: str = "demo"
     method: str = "moco"
     strategy: str = "pnr"
     epochs: int = 2
@@ -44,26 +47,45 @@ class SmallTraining:
         if self.method == "moco":
             flags["--method.bank.size"] = "32"
         given = {"--data": str(self.data), "--out": str(out), **flags}
-        return ["demo", self.method, self.strategy, *(word for pair in given.items() for word in pair)]
+        return [self.recipe, self.method, self.strategy, *(word for pair in given.items() for word in pair)]
+
+
+def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+    """Returns the path. `make` is called with a new one, which is then renamed, unless a process did that before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            fresh = path.parent / f"new-{path.name}"
+            shutil.rmtree(fresh, ignore_errors=True)
+            make(fresh)
+            fresh.rename(path)
+    return path
 
 
 def prepare_data(folder: Path) -> Path:
     """Prepares 120 images in three tasks of ten classes, if that was not done before, and returns the folder."""
-    if not (folder / "manifest.json").exists():
-        words = ["build", "synthetic:classes=30,train=4,val=2", "--scenario", "class", "--tasks", "3"]
-        subprocess.run(
-            [sys.executable, "-m", "dataprep.cli", *words, "--out", str(folder)], check=True, stdout=subprocess.DEVNULL
-        )
-    return folder
+
+    def build(fresh: Path) -> None:
+        subprocess.run([*prep_command(fresh)], check=True, stdout=subprocess.DEVNULL)
+
+    return made_once(folder, build)
+
+
+def prep_command(out: Path) -> list[str]:
+    """Returns the command that prepares the images."""
+    words = ["build", "synthetic:classes=30,train=4,val=2", "--scenario", "class", "--tasks", "3"]
+    return [sys.executable, "-m", "dataprep.cli", *words, "--out", str(out)]
 
 
 def reached_step(out: Path) -> int:
     """Returns the last step of which RUN/metrics.jsonl has a whole line, or 0."""
-    steps = [line["step"] for line in _metrics(out) if line["kind"] == "step"]
+    steps = [line["step"] for line in metrics(out) if line["kind"] == "step"]
     return steps[-1] if steps else 0
 
 
-def _metrics(out: Path) -> Iterator[dict[str, Any]]:
+def metrics(out: Path) -> Iterator[dict[str, Any]]:
+    """Yields the whole lines of RUN/metrics.jsonl, if it exists."""
     try:
         text = (out / "metrics.jsonl").read_text()
     except FileNotFoundError:
@@ -77,7 +99,7 @@ def losses(out: Path) -> list[tuple[str, int, Any]]:
     """Returns the losses of all steps, epochs and tasks, in the order in which they were written."""
     kinds = ("step", "epoch", "task")
     return [
-        (line["kind"], line["step"], line.get("terms", line["loss"])) for line in _metrics(out) if line["kind"] in kinds
+        (line["kind"], line["step"], line.get("terms", line["loss"])) for line in metrics(out) if line["kind"] in kinds
     ]
 
 

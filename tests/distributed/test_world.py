@@ -314,7 +314,7 @@ def test_a_rank_lost_in_ddps_forward_is_named_by_where_the_error_came_from() -> 
         short_lived.send(lost_between_steps_task)
         (said,) = short_lived.results([0], timeout_s=30)
     assert said.startswith("Another rank was lost during the forward pass (") and ".cc:" not in said
-    with pytest.raises(RuntimeError, match="^A socket of the lamp") as other, dist.watched("a step", by_type=True):
+    with pytest.raises(RuntimeError, match=r"^A socket of the lamp") as other, dist.watched("a step", by_type=True):
         raise RuntimeError("A socket of the lamp is broken.")
     assert not isinstance(other.value, RankLost)
 

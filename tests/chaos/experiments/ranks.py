@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from chaos.experiment import Fault, Outcome
 from chaos.rank_processes import Ended, RankProcesses, trained
-from chaos.small_training import SmallTraining, differences, losses, prepare_data, reached_step
+from chaos.small_training import SmallTraining, differences, losses, made_once, prepare_data, reached_step
 
 _STRATEGIES = ("pnr", "cassle", "der", "ewc", "lessforget", "lump")  # all that keep state
 _ROUNDS = 8
@@ -86,13 +85,13 @@ class RankExperiment:
             return _changed(fault, training, reference, scratch)
         out = scratch / "run"
         timeout_s = _SHORT_S if fault.action == "stop" else 60.0
-        ranks = RankProcesses(training.words(out), 2, scratch / "first", timeout_s=timeout_s)
+        ranks = RankProcesses(training.words(out), 2, scratch / "logs" / "first", timeout_s=timeout_s)
         if fault.step:
             ranks.await_step(fault.step)
         time.sleep(fault.delay_s)
         was_over = reached_step(out) >= training.num_steps
         broken, seen = _ACTIONS[fault.action](fault, ranks, was_over)
-        again = trained(training.words(out), 2, scratch / "second")
+        again = trained(training.words(out), 2, scratch / "logs" / "second")
         broken += [f"Resumed: {text}" for text in again.broken(expected=[(0,), (0,)])]
         if not broken:
             broken += differences(out, reference)
@@ -129,14 +128,14 @@ def _lost(fault: RankFault, seen: Ended, *, was_over: bool) -> list[str]:
     return broken
 
 
-def _killed_both(fault: RankFault, ranks: RankProcesses, was_over: bool) -> tuple[list[str], Ended]:
+def _killed_both(fault: RankFault, ranks: RankProcesses, _: bool) -> tuple[list[str], Ended]:
     for rank in (fault.rank, 1 - fault.rank):
         ranks.signal(rank, signal.SIGKILL)
     seen = ranks.wait()
     return seen.broken(expected=[(-signal.SIGKILL, 0, 1)] * 2), seen
 
 
-def _paused(fault: RankFault, ranks: RankProcesses, was_over: bool) -> tuple[list[str], Ended]:
+def _paused(fault: RankFault, ranks: RankProcesses, _: bool) -> tuple[list[str], Ended]:
     ranks.signal(fault.rank, signal.SIGSTOP)
     time.sleep(1.0)
     ranks.signal(fault.rank, signal.SIGCONT)
@@ -169,13 +168,13 @@ def _changed(fault: RankFault, training: SmallTraining, reference: Path, scratch
     out, broken, statuses = scratch / "run", [], []
     steps = sorted((fault.step % 6 + 1, fault.step % 6 + 4))
     for size, step in zip((1, 2), steps, strict=True):
-        ranks = RankProcesses(training.words(out), size, scratch / f"on{size}")
+        ranks = RankProcesses(training.words(out), size, scratch / "logs" / f"on{size}")
         ranks.await_step(step)
         ranks.signal(fault.rank % size, fault.signal)
         seen = ranks.wait()
         statuses.append(seen.statuses)
         broken += seen.broken(expected=[(128 + fault.signal, 0)] * size)
-    last = trained(training.words(out), 1, scratch / "last")
+    last = trained(training.words(out), 1, scratch / "logs" / "last")
     broken += [f"Resumed: {text}" for text in last.broken(expected=[(0,)])]
     if not broken:
         broken += _far_apart(out, reference, steps[0])
@@ -199,15 +198,13 @@ def _far_apart(out: Path, reference: Path, exact_until: int) -> list[str]:
 
 def _reference(folder: Path, training: SmallTraining, size: int) -> Path:
     """Returns a run that nobody interrupts. It is trained when first asked for: there are many, and few are needed."""
-    path = folder / f"{training.strategy}-{training.epochs}-on{size}"
-    if not path.exists():
-        fresh = folder / f"{path.name}.new"
-        shutil.rmtree(fresh, ignore_errors=True)
+
+    def train(fresh: Path) -> None:
         done = trained(training.words(fresh), size, folder / "logs")
         if any(done.statuses):
-            raise RuntimeError(f"The reference {path.name} cannot be trained: {done.printed}")
-        fresh.rename(path)
-    return path
+            raise RuntimeError(f"The reference cannot be trained: {done.printed}")
+
+    return made_once(folder / f"{training.strategy}-{training.epochs}-on{size}", train)
 
 
 EXPERIMENT = RankExperiment()
