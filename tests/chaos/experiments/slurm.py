@@ -40,6 +40,7 @@ _KINDS = {
     "warn": "SLURM: warned by hand, requeued and resumed",
     "time": "SLURM: the time is nearly up, requeued and resumed",
     "twice": "SLURM: warned and requeued twice",
+    "early": "SLURM: warned while the ranks start, requeued and resumed",
     "cancel": "SLURM: cancelled",
     "fail": "SLURM: the training fails",
     "kill": "SLURM: a rank is killed",
@@ -151,6 +152,15 @@ def _warned(fault: JobFault, job: _Job, cluster: Cluster, times: int = 1) -> lis
     return broken + job.finish(cluster, restarts=times)
 
 
+def _warned_early(fault: JobFault, job: _Job, cluster: Cluster) -> list[str]:
+    """Sends the warning when there is nothing to save yet, because srun, torchrun or the ranks are still starting."""
+    job.submit(cluster)
+    job.wait("it ran", lambda: cluster.job(job.number)["JobState"] == "RUNNING")
+    time.sleep(1 + fault.step % 10)
+    cluster.command("scancel", "--batch", "--signal=USR1", str(job.number))
+    return job.finish(cluster, restarts=1)
+
+
 def _timed(_: JobFault, job: _Job, cluster: Cluster) -> list[str]:
     """Lets SLURM send the warning, 10 to 40 s after the start. A stopped rank makes the training last until then."""
     job.submit(cluster, "--time=1", "--signal=B:USR1@20")
@@ -201,6 +211,7 @@ _ACTIONS: dict[str, Callable[[JobFault, _Job, Cluster], list[str]]] = {
     "warn": _warned,
     "time": _timed,
     "twice": lambda fault, job, cluster: _warned(fault, job, cluster, 2),
+    "early": _warned_early,
     "cancel": _cancelled,
     "fail": _failing,
     "kill": _killed,
