@@ -71,7 +71,8 @@ class RankProcesses:
             _FORKSERVER.Process(target=_train, args=(list(words), place, log, timeout_s), daemon=True)
             for place, log in zip(_places(size, port, network or Network()), self._logs, strict=True)
         ]
-        for process in self._processes:
+        for log, process in zip(self._logs, self._processes, strict=True):
+            log.write_bytes(b"")  # a rank may be killed before it can print
             process.start()
 
     def signal(self, rank: int, number: int) -> bool:

@@ -160,9 +160,9 @@ def figures(samples: Sequence[Sample]) -> str:
     slope = _slope(warm, [sample.memory_kb for sample in warm])
     descriptors = [sample.num_descriptors for sample in warm]
     threads = [sample.num_threads for sample in warm]
-    first, last = warm[0], warm[-1]
+    first_mb, last_mb = warm[0].memory_kb / 1024, warm[-1].memory_kb / 1024
     return (
-        f"{samples[-1].task} tasks; after {_WARM_UP}: memory {first.memory_kb / 1024:.1f} to {last.memory_kb / 1024:.1f} MB "
+        f"{samples[-1].task} tasks; after {_WARM_UP}: memory {first_mb:.1f} to {last_mb:.1f} MB "
         f"({slope:+.2f} kB per task), descriptors {min(descriptors)} to {max(descriptors)}, threads {min(threads)} to "
         f"{max(threads)}, processor time {1e3 * _seconds_per_task(warm):.0f} ms per task (x {_growth(warm):.2f})"
     )
