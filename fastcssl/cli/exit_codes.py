@@ -95,7 +95,8 @@ def explained() -> Iterator[None]:
         with watched("a collective", by_type=True):  # of torch's own, such as those of SyncBatchNorm
             yield
     except RankLost as error:
-        raise Ended(f"{error} Run the same command again to resume.", ExitCode.FAILED) from None
+        # Rank 0 may be the one that is lost.
+        raise Ended(f"{error} Run the same command again to resume.", ExitCode.FAILED, everywhere=True) from None
     except Diverged as error:
         raise Ended(str(error), ExitCode.FAILED) from None
     except torch.OutOfMemoryError as error:

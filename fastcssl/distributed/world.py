@@ -30,6 +30,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 # The words with which gloo and its store report a lost peer. NCCL has its own error types.
 _GONE = re.compile(r"connection|timed out|timeout|broken pipe|socket|pair closure", re.IGNORECASE)
 _WHERE = re.compile(r"^\[\S+:\d+\] ")  # the C++ source line that precedes gloo's messages
+_TRANSPORT = re.compile(r"\[\S*gloo/transport/\S+:\d+\]")  # that line, if a connection failed
 
 
 _peers: PeerWatch | None = None  # between connect() and disconnect(), on GPUs
@@ -47,14 +48,15 @@ class Agreed(Exception):
 def watched(action: str, *, by_type: bool = False) -> Iterator[None]:
     """Converts the error that a collective, or DDP's backward pass, raises for a lost peer into RankLost.
 
-    by_type: look at the type of an error alone, not at its words; for blocks that do more than communicate.
+    by_type: do not look for words such as "timeout" in an error, only at its type and at whether gloo's transport
+    raised it; for blocks that do more than communicate.
     """
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, RankLost):
             raise
-        is_known = isinstance(error, dist.DistBackendError | dist.DistNetworkError)
+        is_known = isinstance(error, dist.DistBackendError | dist.DistNetworkError) or _TRANSPORT.search(str(error))
         if not is_known and (by_type or not _GONE.search(str(error))):
             raise
         reason = _WHERE.sub("", str(error).strip().splitlines()[0]).split(". ")[0].rstrip(".")

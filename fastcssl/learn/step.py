@@ -75,7 +75,9 @@ def optimise(
         with ExitStack() as stack:
             if number < accumulate - 1 and isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
-            with torch.autocast(device_type, amp_dtype, enabled=amp_dtype is not None):
+            # DDP communicates in the forward pass, too, when it arranges its buckets.
+            forward = watched("the forward pass", by_type=True)
+            with forward, torch.autocast(device_type, amp_dtype, enabled=amp_dtype is not None):
                 terms: dict[str, Tensor] = module(part)
                 loss = torch.stack(list(terms.values())).sum()
                 loss = loss if accumulate == 1 else loss / accumulate

@@ -54,6 +54,7 @@ class Status:
     message: str = ""
     started: float = field(default_factory=time.time)  # seconds since 1970
     updated: float = field(default_factory=time.time)
+    seconds: float | None = None  # since the process began to train, by a clock that never jumps; None: not measured
     pid: int = field(default_factory=os.getpid)
     born: str | None = field(default_factory=lambda: _birth(os.getpid()))  # tells it from a later process with this pid
     host: str = field(default_factory=socket.gethostname)
@@ -115,7 +116,9 @@ def summary(folder: Path, *, now: float | None = None) -> RenderableType:
 
 def _state(status: Status, age: float) -> tuple[str, str]:
     if status.state == "finished":
-        return "green", f"finished after {duration(status.updated - status.started)}"
+        # The clock of the machine may have been set back in between.
+        seconds = max(status.updated - status.started, 0) if status.seconds is None else status.seconds
+        return "green", f"finished after {duration(seconds)}"
     if status.state == "failed":
         return "red", f"failed {duration(age)} ago"
     if status.state == "stopped":

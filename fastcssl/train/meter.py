@@ -180,10 +180,21 @@ class Meter:
         return {
             "rates": [self.rates.num_images, self.rates.wait_seconds, self.rates.seconds],
             "stages": self.stages.state(),
-            "sums": dict(self._sums),
+            "sums": self._sums_of_ranks(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self.rates.num_images, self.rates.wait_seconds, self.rates.seconds = state["rates"]
         self.stages.load(state["stages"])
-        self._sums.update(state["sums"])
+        world = self._run.world
+        for name, sums_R in state["sums"].items():
+            # With another number of ranks, or a scalar from an earlier version, every rank continues with the mean.
+            is_own = sums_R.ndim == 1 and len(sums_R) == world.size
+            self._sums[name] = sums_R[world.rank] if is_own else sums_R.mean()
+
+    def _sums_of_ranks(self) -> dict[str, Tensor]:
+        """Returns the sums of all R ranks, because every rank sees other images. Every rank must call it."""
+        if not self._sums:
+            return {}
+        sums_RT = torch.stack(self._run.world.collect(torch.stack(list(self._sums.values()))))
+        return {name: sums_R.clone() for name, sums_R in zip(self._sums, sums_RT.unbind(1), strict=True)}

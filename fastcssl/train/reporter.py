@@ -47,7 +47,8 @@ class Reporter:
         self._header = _header(run, data)
         self._position, self._resumes = start or Position(), start is not None
         self._at: StepReport | None = None
-        self._started, self._last_status = time.time(), time.monotonic()
+        self._started, self._began = time.time(), time.monotonic()
+        self._last_status = self._began
         self._told_status = False
         self._stack = ExitStack()
         self.log = self._open_log(config.run.wandb)
@@ -163,6 +164,7 @@ class Reporter:
             seconds_left=self._display.seconds_left,
             message=message,
             started=self._started,
+            seconds=time.monotonic() - self._began,
         )
         try:
             write_status(self._folder.root, status, self._guard)

@@ -5,7 +5,8 @@ import signal
 import pytest
 from rich.console import Console
 
-from fastcssl.cli.exit_codes import Ended, ExitCode, after_signal, ended
+from fastcssl.cli.exit_codes import Ended, ExitCode, after_signal, ended, explained
+from fastcssl.distributed.world import RankLost
 from fastcssl.errors import UserError
 
 
@@ -28,3 +29,18 @@ def test_how_a_command_ends(error: BaseException, status: int, capsys: pytest.Ca
 
     assert ended(run) == status
     assert str(error) in capsys.readouterr().err
+
+
+def test_any_rank_says_that_another_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lost one may be rank 0."""
+    monkeypatch.setenv("RANK", "1")
+
+    def run(_: Console) -> int:
+        with explained():
+            raise RankLost("Another rank was lost.")
+
+    assert ended(run) == 1
+    said = "error: rank 1: Another rank was lost. Run the same command again to resume.\n"
+    assert capsys.readouterr().err == said

@@ -297,6 +297,28 @@ def test_a_rank_lost_in_ddps_backward_is_named_when_watched() -> None:
     assert said.startswith("Another rank was lost during the backward pass (") and other == "RuntimeError"
 
 
+def lost_between_steps_task(world: World) -> str:
+    """DDP arranges its buckets, and communicates, at the beginning of its second forward pass."""
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    model(torch.ones(2, 3)).sum().backward()
+    world.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLost) as caught, dist.watched("the forward pass", by_type=True):
+        model(torch.ones(2, 3))
+    return str(caught.value)
+
+
+def test_a_rank_lost_in_ddps_forward_is_named_by_where_the_error_came_from() -> None:
+    with Ranks(2) as short_lived:
+        short_lived.send(lost_between_steps_task)
+        (said,) = short_lived.results([0], timeout_s=30)
+    assert said.startswith("Another rank was lost during the forward pass (") and ".cc:" not in said
+    with pytest.raises(RuntimeError, match=r"^A socket of the lamp") as other, dist.watched("a step", by_type=True):
+        raise RuntimeError("A socket of the lamp is broken.")
+    assert not isinstance(other.value, RankLost)
+
+
 # connect
 
 PROGRAM = """

@@ -334,6 +334,10 @@ def test_the_summary_of_a_running_run(run_folder: Path, width: int) -> None:
         ({"state": "failed", "message": "The loss is nan at step 51300."}, "The loss is nan at step 51300."),
         ({"state": "failed"}, "failed 1 min 5 s ago"),
         ({"state": "finished", "started": -4321.0}, "finished after 1 h 12 min"),  # before the test
+        # The machine's clock was set back, or forward, while it trained.
+        ({"state": "finished", "started": 18_000.0}, "finished after 0 s"),
+        ({"state": "finished", "started": 18_000.0, "seconds": 4321.0}, "finished after 1 h 12 min"),
+        ({"state": "finished", "started": -18_000.0, "seconds": 4321.0}, "finished after 1 h 12 min"),
         ({"pid": 2**22 + 1}, "was killed; run the same command to resume"),
         ({"born": "1"}, "was killed; run the same command to resume"),  # its number went to another process
         ({"host": "elsewhere", "pid": 2**22 + 1}, "running on elsewhere"),
