@@ -1,0 +1,47 @@
+"""The quick tier of the chaos suite, and whether the suite notices what it is there to notice."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from chaos import campaign, comparison
+from chaos.__main__ import main
+from chaos.campaign import Campaign, Found, discover
+from chaos.commands import Ended, server
+from chaos.experiment import Fault, Outcome
+from chaos.invariants import differs, ends_well
+from chaos.records import Record, counts_of, markdown, read_records, write_facts
+from chaos.shim.plan import NoCompiler, Plan, counted, library
+from chaos.subjects import OUT, PREPARATIONS, Bench, Reference
+
+_MAX_LISTED = 500  # quick faults come first
+
+
+def _quick() -> Iterator[tuple[Found, Fault]]:
+    for found in discover():
+        for fault in islice(found.experiment.faults(0), _MAX_LISTED):
+            if fault.is_quick:
+                yield found, fault
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chaos")
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"), [pytest.param(*one, id=f"{one[0].name}: {one[1].name}") for one in _quick()]
+)
+def test_holds(found: Found, fault: Fault, folder: Path) -> None:
+    if found.missing is not None:
+        pytest.skip(found.missing)
+    found.experiment.prepare(folder / "references" / found.name)
+    record = campaign.inject(found, fault, folder, "test")
+    assert record.held, "; ".join(record.broken)
+    assert record.injected, f"{fault.name} was not reached: {record.seen}"
