@@ -4,6 +4,7 @@ import importlib
 import json
 import multiprocessing
 import pkgutil
+import re
 import shutil
 import time
 import traceback
@@ -170,18 +171,24 @@ def _share(job: Job, found: Found) -> Iterable[Fault]:
 
 
 def inject(found: Found, fault: Fault, out: Path, label: str) -> Record:
-    """Inject one fault in a scratch folder of its own, and return what to write about it."""
+    """Inject one fault in a scratch folder of its own, and return what to write about it.
+
+    If something broke, what the commands printed is kept in `out`/broken.
+    """
     scratch = (out / "scratch" / f"{found.name}-{label}").absolute()
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     began = time.monotonic()
     try:
         outcome = found.experiment.inject(fault, out / "references" / found.name, scratch)
+        record = _record(found.name, fault, outcome, began)
     except Exception as error:
-        return _failure(found.name, fault, error, began)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return _record(found.name, fault, outcome, began)
+        record = _failure(found.name, fault, error, began)
+    if not record.held and (scratch / "logs").exists():
+        kept = re.sub(r"[^A-Za-z0-9]+", "-", f"{found.name}-{fault.name}").strip("-")
+        shutil.copytree(scratch / "logs", out / "broken" / kept, dirs_exist_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return record
 
 
 def _failure(name: str, fault: Fault, error: Exception, began: float) -> Record:

@@ -66,6 +66,11 @@ class Running:
         """Return whether it still runs."""
         return self._ended is None and not self._is_over(0)
 
+    def begin(self) -> None:
+        """Wait until the command itself has begun, after what belongs to the server."""
+        while self.is_alive() and not self.log.with_suffix(".begun").exists():
+            time.sleep(0.001)
+
     def send(self, number: int) -> None:
         """Send it a signal."""
         with contextlib.suppress(ProcessLookupError):
@@ -197,6 +202,7 @@ class CommandServer:
             limits=limits or {},
             stdout=str(log),
             stderr=str(log.with_suffix(".err")),
+            begun=str(log.with_suffix(".begun")),
         )
         return Running(given, answer["pid"], log, self._reaped)
 

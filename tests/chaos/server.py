@@ -104,6 +104,7 @@ def become(request: dict[str, Any]) -> int:
         os.environ["CHAOS_PLAN"] = request["plan"]
         if failed := ctypes.CDLL(None).chaos_use(os.fsencode(request["plan"])):
             raise OSError(failed, os.strerror(failed), request["plan"])
+    os.close(os.open(request["begun"], os.O_WRONLY | os.O_CREAT, 0o644))
     return int(command.main())
 
 

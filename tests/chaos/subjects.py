@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from chaos.commands import CommandServer, Ended, server
-from chaos.shim.plan import CALLS, Plan, counted
+from chaos.shim.plan import Plan, counted
 
 STRATEGIES = ("pnr", "cassle", "der", "ewc", "lessforget", "lump", "finetune", "joint")
 FORMATS = {"array": "array", "tar": "tar", "ffcv": "tar,ffcv"}
@@ -55,6 +55,7 @@ def _train(strategy: str) -> Subject:
 
 PREPARATIONS = tuple(map(_prep, FORMATS))
 TRAININGS = tuple(map(_train, STRATEGIES))
+STOPPED = Subject("train pnr stopped", (*TRAININGS[0].words, "--stop-after-task", "0"), "data")
 EVALUATION = Subject("eval", ("fastcssl-eval", OUT, *_EVAL_FLAGS), "data", starts_from="train pnr")
 REPORT = Subject("report", ("fastcssl-report", OUT), "data", starts_from="eval")
 SUBJECTS = (*PREPARATIONS, *TRAININGS, EVALUATION, REPORT)
@@ -174,22 +175,3 @@ def write_images(root: Path) -> None:
 def run_again(bench: Bench, subject: Subject, scratch: Path) -> Ended:
     """Run the same command again, without any fault."""
     return bench.server.run(bench.words(subject), scratch, logs=scratch / "logs")
-
-
-__all__ = [
-    "CALLS",
-    "EVALUATION",
-    "FORMATS",
-    "OUT",
-    "PREPARATIONS",
-    "REPORT",
-    "STRATEGIES",
-    "SUBJECTS",
-    "TRAININGS",
-    "Bench",
-    "Reference",
-    "ReferenceFailed",
-    "Subject",
-    "run_again",
-    "write_images",
-]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from chaos.experiment import Fault, Outcome
 from chaos.invariants import FINISHED, KILLED, MISTAKE, ends_well, recovers
-from chaos.shim.plan import NoCompiler, Plan, counted, library
-from chaos.subjects import EVALUATION, PREPARATIONS, REPORT, SUBJECTS, TRAININGS, Bench, Subject
+from chaos.laboratory import Laboratory
+from chaos.shim.plan import Plan, counted
+from chaos.subjects import EVALUATION, PREPARATIONS, REPORT, SUBJECTS, TRAININGS, Subject
 
 _FAILED = 1
 _WAYS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -87,22 +88,8 @@ def _quick() -> Iterator[Fault]:
         yield _Stratum(subject, call, action, error).fault(nth, is_quick=True)
 
 
-class SystemCalls:
+class SystemCalls(Laboratory):
     name = "system_calls"
-
-    def __init__(self) -> None:
-        self._bench: Bench | None = None
-
-    def missing(self) -> str | None:
-        try:
-            library()
-        except NoCompiler as error:
-            return str(error)
-        return None
-
-    def prepare(self, folder: Path) -> None:
-        self._bench = Bench(folder)
-        self._bench.prepare()
 
     def faults(self, seed: int) -> Iterator[Fault]:
         """Yield the quick faults, and after `prepare` all others.
@@ -112,7 +99,7 @@ class SystemCalls:
         """
         quick = {fault.name: fault for fault in _quick()}
         yield from quick.values()
-        if self._bench is None:
+        if not self.is_prepared:
             return
         chance = random.Random(seed)
         waiting = self._numbers(chance)
@@ -129,10 +116,10 @@ class SystemCalls:
 
     def _numbers(self, chance: random.Random) -> dict[_Stratum, list[int]]:
         """Return the numbers of each stratum's operations in random order."""
-        assert self._bench is not None
+        bench = self.bench()
         strata = []
         for subject in SUBJECTS:
-            counts = self._bench.reference(subject).counts
+            counts = bench.reference(subject).counts
             for call, ways in _WAYS.items():
                 numbers = list(range(1, counts[call] + 1))
                 for action, error in ways if numbers else ():
@@ -142,7 +129,7 @@ class SystemCalls:
         return dict(strata)
 
     def inject(self, fault: Fault, folder: Path, scratch: Path) -> Outcome:
-        bench = Bench(folder)
+        bench = self.bench(folder)
         match = _NAME.fullmatch(fault.name)
         assert match is not None, fault.name
         subject = next(subject for subject in SUBJECTS if subject.name == match[1])
