@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from chaos import experiments
 from chaos.experiment import Experiment, Fault, Outcome
 from chaos.progress import Progress
 from chaos.records import Record, facts_of_this_machine, read_records, write_facts
@@ -32,6 +31,7 @@ class Campaign:
     is_quick: bool = False
     only: str | None = None
     num_workers: int = 2
+    package: str = "chaos.experiments"
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,23 @@ class Found:
     missing: str | None
 
 
-def discover(only: str | None = None) -> list[Found]:
-    """Return the experiments, or only one of them, sorted by their names."""
+def discover(package: str = "chaos.experiments", only: str | None = None) -> list[Found]:
+    """Return the experiments of a package, or only one of them, sorted by their names."""
+    names = sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__))
     found = []
-    for module in pkgutil.iter_modules(experiments.__path__):
-        if only is None or module.name == only:
-            loaded = importlib.import_module(f"{experiments.__name__}.{module.name}")
-            experiment: Experiment = loaded.EXPERIMENT
-            alone = bool(vars(loaded).get("ALONE", False))
-            found.append(Found(module.name, experiment, alone, experiment.missing()))
+    for name in names if only is None else [name for name in names if name == only]:
+        loaded = importlib.import_module(f"{package}.{name}")
+        experiment: Experiment = loaded.EXPERIMENT
+        found.append(Found(name, experiment, bool(vars(loaded).get("ALONE", False)), experiment.missing()))
     if not found:
-        known = ", ".join(module.name for module in pkgutil.iter_modules(experiments.__path__))
-        raise SystemExit(f"There is no experiment {only!r}. Known: {known}.")
+        raise SystemExit(f"There is no experiment {only!r}. Known: {', '.join(names)}.")
     return found
 
 
 def run(campaign: Campaign) -> list[Record]:
     """Inject faults until the time is over or none is left. Return all records, with those of earlier campaigns."""
     campaign.out.mkdir(parents=True, exist_ok=True)
-    found = discover(campaign.only)
+    found = discover(campaign.package, campaign.only)
     able = [one for one in found if one.missing is None]
     skipped = {one.name: one.missing for one in found if one.missing is not None}
     write_facts(campaign.out, campaign.seed, skipped, facts_of_this_machine())
@@ -140,7 +138,7 @@ class _Turn:
 def _work(job: Job, pipe: "Connection") -> None:
     """Inject every fault whose turn it is in this worker. The experiment that took the least time so far is next."""
     turns = []
-    for found in discover(job.campaign.only):
+    for found in discover(job.campaign.package, job.campaign.only):
         if found.name in job.names:
             began = time.monotonic()
             try:

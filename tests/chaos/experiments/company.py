@@ -15,10 +15,9 @@ from chaos.laboratory import Laboratory, chance_of
 from chaos.subjects import EVALUATION, OUT, PREPARATIONS, TRAININGS, Bench, Subject
 
 _NAME = re.compile(r"(.+): (.+) at ([\d.]+) %, number \d+")
-_TRAINER = TRAININGS[0]
 _CHECK_FAILED = 1
 
-# What the second command is, by the kind of the fault. {same} stands for the words of the first command.
+# The second command by the kind of the fault.
 _READERS: dict[str, tuple[str, ...]] = {
     "evaluation beside a trainer": EVALUATION.words,
     "report beside a trainer": ("fastcssl-report", OUT),
@@ -52,7 +51,14 @@ _CHANGES: dict[str, Callable[[Path, random.Random], None]] = {
     "an image is replaced during a build": _replace,
     "a class folder vanishes during a build": _lose,
 }
-_TWO = ("two builds", "two trainers", "a trainer with --resume never beside another")
+_TWO = (
+    "two builds",
+    "two trainers",
+    "a trainer with --resume never beside another",
+    "a second build in a held folder",
+    "a second trainer in a held folder",
+    "a trainer with --resume never in a held folder",
+)
 
 
 class Company(Laboratory):
@@ -61,7 +67,8 @@ class Company(Laboratory):
     def faults(self, seed: int) -> Iterator[Fault]:
         """Yield faults without end, all kinds in turn."""
         yield Fault("two builds", f"{PREPARATIONS[0].name}: two builds at 30.0 %, number 0", is_quick=True)
-        yield Fault("two trainers", f"{_TRAINER.name}: two trainers at 40.0 %, number 1", is_quick=True)
+        held = "a trainer with --resume never in a held folder"
+        yield Fault(held, f"{TRAININGS[0].name}: {held} at 20.0 %, number 1", is_quick=True)
         chance = random.Random(seed)
         number = 2
         kinds = (*_TWO, *_READERS, *_CHANGES)
@@ -84,34 +91,47 @@ class Company(Laboratory):
         if fault.kind in _READERS:
             return _beside(bench, subject, scratch, delay_s, _READERS[fault.kind])
         more = ("--resume", "never") if "never" in fault.kind else ()
-        return _two_writers(bench, subject, scratch, delay_s, more)
+        return _two_writers(bench, subject, scratch, delay_s, more, is_held="held" in fault.kind)
 
 
-def _two_writers(bench: Bench, subject: Subject, scratch: Path, delay_s: float, more: tuple[str, ...]) -> Outcome:
-    """Start a second writer. One of the two does the work, and the other one is refused or finds it done."""
+def _two_writers(
+    bench: Bench, subject: Subject, scratch: Path, delay_s: float, more: tuple[str, ...], *, is_held: bool
+) -> Outcome:
+    """Start a second writer. One of the two does the work, and the other one is refused or finds it done.
+
+    With `is_held`, the first one is stopped while it is in the folder, so the second one must be refused.
+    """
     logs, words, reference = scratch / "logs", bench.words(subject), bench.reference(subject)
     first = bench.server.start(words, scratch, logs=logs)
     first.begin()
-    time.sleep(delay_s)
-    was_alive = first.is_alive()
+    lock = scratch / OUT / ".lock"
+    while is_held and first.is_alive() and not _holds_lock(first.pid, lock):
+        time.sleep(0.001)
+    time.sleep(delay_s / 2 if is_held else delay_s)
+    if is_held:
+        first.send(signal.SIGSTOP)
+    was_alive, is_inside = first.is_alive(), is_held and _holds_lock(first.pid, lock)
     second = bench.server.run([*words, *more], scratch, logs=logs)
+    first.send(signal.SIGCONT)
     both = [first.wait(), second]
     broken = [sentence for ended in both for sentence in ends_well(ended, (FINISHED, MISTAKE), reference)]
     statuses = [ended.status for ended in both]
     if FINISHED not in statuses:
         broken.append("neither of the two finished")
-    if was_alive and more and second.status == FINISHED and first.wait().seconds > delay_s:
-        broken += _one_writer(scratch)
+    if is_inside and statuses != [FINISHED, MISTAKE]:
+        broken.append(f"a second command went into a folder that was in use: statuses {statuses[0]} and {statuses[1]}")
     found, again = recovers(bench, subject, scratch)
     seen = f"status {statuses[0]} and {statuses[1]} ({second.last_line[:160]}), again {again.status}"
-    return Outcome(tuple(broken + found), seen, was_alive)
+    return Outcome(tuple(broken + found), seen, was_alive and (is_inside or not is_held))
 
 
-def _one_writer(scratch: Path) -> list[str]:
-    """Return a sentence if the folder of a live run was set aside. A finished or unbegun one may be."""
-    aside = scratch / f"{OUT}-1"
-    is_torn = aside.exists() and not (aside / "status.json").exists() and any((aside / "checkpoints").glob("*.pt"))
-    return ["the folder of a live run was renamed, and its run went into the new one"] if is_torn else []
+def _holds_lock(pid: int, path: Path) -> bool:
+    """Return whether a process holds the lock of a file, without touching the lock."""
+    if not path.exists():
+        return False
+    owner, inode = str(pid), f":{path.stat().st_ino}"
+    rows = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return any("FLOCK" in row and owner in row and any(word.endswith(inode) for word in row) for row in rows)
 
 
 def _beside(bench: Bench, subject: Subject, scratch: Path, delay_s: float, words: tuple[str, ...]) -> Outcome:
