@@ -192,6 +192,8 @@ class CommandServer:
         logs = logs or folder.parent / f"{folder.name}-logs"
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{self._num_started:05d}.out"
+        for path in (log, log.with_suffix(".err")):
+            path.touch()
         given = tuple(map(str, words))
         answer = self._ask(
             do="start",
