@@ -82,7 +82,7 @@ class Running:
             return self._ended
         in_time = self._is_over(deadline_s)
         if not in_time:
-            os.killpg(self.pid, signal.SIGKILL)
+            self.send(signal.SIGKILL)
             self._is_over(_GRACE_S)
         status = self._reap(self.pid)
         left = self._left_behind()

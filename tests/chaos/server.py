@@ -6,6 +6,7 @@ because a fork would not copy it.
 """
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -74,7 +75,8 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
     for pid in children:
-        os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return None
 
 

@@ -42,8 +42,8 @@ class Kills(Laboratory):
     def faults(self, seed: int) -> Iterator[Fault]:
         """Yield faults without end: all commands in turn, a long one in fewer rounds, with all signals in turn."""
         yield _fault(PREPARATIONS[0], "SIGKILL", [25.0], 0, is_quick=True)
-        yield _fault(TRAININGS[1], "SIGKILL", [40.0], 1, is_quick=True)
-        yield _fault(TRAININGS[2], "SIGTERM", [30.0], 2, is_quick=True)
+        yield _fault(TRAININGS[0], "SIGKILL", [40.0], 1, is_quick=True)
+        yield _fault(TRAININGS[0], "SIGTERM", [30.0], 2, is_quick=True)
         chance = random.Random(seed)
         signals = {subject: cycle(chance.sample(_SIGNALS, len(_SIGNALS))) for subject in SUBJECTS}
         number = 3
