@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 _SECTOR = 512
@@ -187,25 +188,31 @@ def _only_safe(thing: Thing, _: bytes, __: random.Random) -> bytes:
     return thing.safe or b""
 
 
-def _nothing(_: Thing, __: bytes, ___: random.Random) -> bytes:
-    return b""
+def _begin(thing: Thing, written: bytes) -> int:
+    """Returns how many bytes of a file are safe: those before which nothing was written since."""
+    safe = thing.safe or b""
+    return len(safe) if written.startswith(safe) else 0
+
+
+def _nothing(thing: Thing, written: bytes, _: random.Random) -> bytes:
+    return written[: _begin(thing, written)]
 
 
 def _zeros(thing: Thing, written: bytes, _: random.Random) -> bytes:
-    safe = (thing.safe or b"")[: len(written)]
-    return safe + bytes(len(written) - len(safe))
+    begin = _begin(thing, written)
+    return written[:begin] + bytes(len(written) - begin)
 
 
 def _half(thing: Thing, written: bytes, rng: random.Random) -> bytes:
-    safe = thing.safe or b""
-    begin = len(safe) if written.startswith(safe) else 0
-    return written[: rng.randint(begin, len(written))]
+    return written[: rng.randint(_begin(thing, written), len(written))]
 
 
-def _sectors(_: Thing, written: bytes, rng: random.Random) -> bytes:
+def _sectors(thing: Thing, written: bytes, rng: random.Random) -> bytes:
     """Returns the content with some of its sectors lost."""
-    parts = [written[at : at + _SECTOR] for at in range(0, len(written), _SECTOR)]
-    return b"".join(part if rng.random() < 0.5 else bytes(len(part)) for part in parts)
+    begin = _begin(thing, written)
+    ends = [*range((begin // _SECTOR + 1) * _SECTOR, len(written), _SECTOR), len(written)]
+    parts = [written[a:b] for a, b in pairwise([begin, *ends])]
+    return written[:begin] + b"".join(part if rng.random() < 0.5 else bytes(len(part)) for part in parts)
 
 
 def _whole(_: Thing, written: bytes, __: random.Random) -> bytes:

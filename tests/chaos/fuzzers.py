@@ -1,4 +1,4 @@
-"""Builds the fuzz targets in `fuzz` with clang's ASan, UBSan and libFuzzer, and makes the files that they begin with."""
+"""Builds the fuzz targets in `fuzz` with ASan, UBSan and libFuzzer, and makes the files that they begin with."""
 
 import ast
 import hashlib
@@ -54,7 +54,7 @@ class Session:
 def missing() -> str | None:
     """Returns why the targets cannot be built here, or None."""
     if shutil.which("clang++") is None:
-        return "The fuzzers need clang. Install Debian's clang, libclang-rt-dev and libfuzzer-14-dev."
+        return "The fuzzers need clang. Install Debian's clang and libclang-rt-dev."
     program = b'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
     command = ["clang++", "-fsanitize=address,undefined,fuzzer", "-xc++", "-", "-o", "/dev/null"]
     done = subprocess.run(command, input=program, capture_output=True)

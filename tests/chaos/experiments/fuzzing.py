@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
@@ -125,7 +126,8 @@ def read_mutants(what: str, seed: str, count: int, prepared: str, scratch: str) 
         content = files[number] if number < len(files) else specimens.mutant(files, rng)
         if rng.random() < 0.5 and number >= len(files):
             content = fuzzers.with_token(rng.choice(files), rng.choice(words), rng)
-        print(f"mutant {number} of {seed}", flush=True)  # noqa: T201
+        sys.stdout.write(f"mutant {number} of {seed}\n")
+        sys.stdout.flush()
         result = read(content)
         results[result] = results.get(result, 0) + 1
         if result.startswith("raised"):
