@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos import specimens
+from chaos.once import once
 
 _FOLDER = Path(__file__).resolve().parent / "fuzz"
 _CSRC = _FOLDER.parent.parent.parent / "csrc"
@@ -64,26 +65,23 @@ def missing() -> str | None:
     return f"clang is here but cannot link libFuzzer ({last}). Install its runtime, such as Debian's libclang-rt-dev."
 
 
-def build(folder: Path) -> None:
-    """Compiles every target into `folder`, unless it holds those of the same sources."""
+def built(folder: Path) -> Path:
+    """Returns the folder of the compiled targets, below `folder`. They are compiled once for each state of the code."""
     sources = sorted(p for p in (*_CSRC.glob("codec/*.cpp"), *_CSRC.glob("views/*.cpp")) if p.name != "module.cpp")
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for path in (*sorted(_CSRC.rglob("*.h")), *sources, *sorted(_FOLDER.iterdir())):
         digest.update(path.read_bytes())
-    mark = folder / "built"
-    if mark.is_file() and mark.read_text() == digest.hexdigest():
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    objects = []
-    for source in sources:
-        objects.append(str(folder / f"{source.parent.name}-{source.stem}.o"))
-        _call(["clang++", *_FLAGS, "-fsanitize=fuzzer-no-link", "-c", str(source), "-o", objects[-1]])
-    for target in TARGETS:
-        source = _FOLDER / f"{target.name}.cpp"
-        flags = [*_FLAGS, "-fsanitize=fuzzer", str(source), *objects, "-ljpeg", "-lpthread"]
-        _call(["clang++", *flags, "-o", str(folder / target.name)])
-    mark.write_text(digest.hexdigest())
+
+    def build(part: Path) -> None:
+        objects = []
+        for source in sources:
+            objects.append(str(part / f"{source.parent.name}-{source.stem}.o"))
+            _call(["clang++", *_FLAGS, "-fsanitize=fuzzer-no-link", "-c", str(source), "-o", objects[-1]])
+        for target in TARGETS:
+            inputs = [str(_FOLDER / f"{target.name}.cpp"), *objects, "-ljpeg", "-lpthread"]
+            _call(["clang++", *_FLAGS, "-fsanitize=fuzzer", *inputs, "-o", str(part / target.name)])
+
+    return once(folder / f"programs-{digest.hexdigest()[:16]}", build)
 
 
 def _call(command: list[str]) -> None:
@@ -137,10 +135,7 @@ def first_inputs(target: Target) -> list[bytes]:
 
 
 def write_corpus(target: Target, folder: Path) -> None:
-    """Writes the first inputs into `folder`, unless it exists."""
-    if folder.is_dir():
-        return
-    folder.mkdir(parents=True)
+    """Writes the first inputs into `folder`."""
     for number, content in enumerate(first_inputs(target)):
         (folder / f"first-{number:02d}").write_bytes(content)
 

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,12 @@ class Nursery:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@cache
+def nursery() -> Nursery:
+    """Returns the nursery of this process, which has imported what the errands of all experiments need."""
+    return Nursery("torch", "hypothesis", "dataprep.cli", "dataprep.verify", "fastcssl.data.loader")
 
 
 def import_path() -> str:

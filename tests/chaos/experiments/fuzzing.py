@@ -10,14 +10,15 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from chaos import fuzzers, specimens
 from chaos.experiment import Fault, Outcome
 from chaos.fuzzers import TARGETS, Target
-from chaos.nursery import Errand, Nursery
+from chaos.nursery import Errand, nursery
+from chaos.once import once
 
 _SESSIONS = 60  # of each target
 NUM_MUTANTS = 100
@@ -46,16 +47,7 @@ class Fuzzing:
                 yield Fault(f"{target.what}, fuzzed under ASan and UBSan", f"{target.name} session {seed}.{number}")
 
     def prepare(self, folder: Path) -> None:
-        """Builds a small folder with tar and array shards, and the fuzzers if there is clang."""
-        _prepare_data(folder / "prepared")
-        if fuzzers.missing() is None:
-            fuzzers.build(folder / "programs")
-            for target in TARGETS:
-                fuzzers.write_corpus(target, folder / f"corpus-{target.name}")
-
-    @cached_property
-    def _nursery(self) -> Nursery:
-        return Nursery("torch", "dataprep.cli", "fastcssl.data.loader", "chaos.experiments.fuzzing")
+        once(folder / "prepared", _prepare)
 
     def inject(self, fault: Fault, folder: Path, scratch: Path) -> Outcome:
         what, kind, number = fault.name.split()
@@ -63,7 +55,6 @@ class Fuzzing:
             target = next(target for target in TARGETS if target.name == what)
             return _session(target, folder, scratch, fault.name)
         count = _NUM_QUICK_MUTANTS if fault.is_quick else NUM_MUTANTS
-        _prepare_data(folder / "prepared")
         errand = Errand(
             target="chaos.experiments.fuzzing:read_mutants",
             arguments={
@@ -75,7 +66,7 @@ class Fuzzing:
             },
             cpu_seconds=2 * _CPU_SECONDS,
         )
-        ended = self._nursery.run(errand, scratch / "printed.txt")
+        ended = nursery().run(errand, scratch / "printed.txt")
         broken = ended.broken(cpu_seconds=_CPU_SECONDS, more_bytes=_MORE_BYTES)
         if broken:
             broken[0] += f" (while reading {ended.last_line})"
@@ -85,7 +76,9 @@ class Fuzzing:
 
 def _session(target: Target, folder: Path, scratch: Path, name: str) -> Outcome:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:3], "big") + 1  # zero means a random one
-    session = fuzzers.run(target, folder / "programs", folder / f"corpus-{target.name}", scratch, seed)
+    programs = fuzzers.built(folder)
+    corpus = once(folder / f"corpus-{target.name}", partial(fuzzers.write_corpus, target))
+    session = fuzzers.run(target, programs, corpus, scratch, seed)
     broken = []
     if session.fault:
         kept = ""
@@ -97,19 +90,11 @@ def _session(target: Target, folder: Path, scratch: Path, name: str) -> Outcome:
     return Outcome(tuple(broken), f"{session.num_inputs} inputs")
 
 
-def _prepare_data(prepared: Path) -> None:
-    if (prepared / "manifest.json").is_file():
-        return
+def _prepare(folder: Path) -> None:
     from dataprep import build_data
 
-    shutil.rmtree(prepared, ignore_errors=True)
-    build_data(
-        "synthetic:classes=20,train=1,val=1",
-        prepared,
-        scenario="joint",
-        formats=("tar", "array"),
-        num_workers=1,
-    )
+    source = "synthetic:classes=20,train=1,val=1"
+    build_data(source, folder, scenario="joint", formats=("tar", "array"), num_workers=1)
 
 
 # ---- In a child: the ordinary build ----------------------------------------------------------------------------------

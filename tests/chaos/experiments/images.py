@@ -6,14 +6,14 @@ One fault is a folder of a hundred mutants, which one build reads and one verifi
 import json
 import random
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
 
 from chaos import specimens
 from chaos.experiment import Fault, Outcome
-from chaos.nursery import Errand, Nursery
+from chaos.nursery import Errand, nursery
 
 NUM_MUTANTS = 100
+_QUICK = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")
 _ROUNDS = 20
 _CPU_SECONDS = 60
 _MORE_BYTES = 1 << 30
@@ -26,19 +26,15 @@ class Images:
         return None
 
     def faults(self, seed: int) -> Iterable[Fault]:
-        every = [name for name in (*specimens.SUPPORTED, *specimens.STRANGE) if specimens.can_make(name)]
+        every = [name for name in (*_QUICK, *specimens.SUPPORTED, *specimens.STRANGE) if specimens.can_make(name)]
         for number in range(_ROUNDS):
-            for format in every:
+            for format in dict.fromkeys(every):
                 kind = f"mutated {format}" if format in specimens.SUPPORTED else "mutated image of a strange format"
-                is_quick = number == 0 and format in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")
+                is_quick = number == 0 and format in _QUICK
                 yield Fault(kind=kind, name=f"{format} {seed}.{number}", is_quick=is_quick)
 
     def prepare(self, folder: Path) -> None:
         del folder  # there is nothing to compare with: a mutant may be stored or not
-
-    @cached_property
-    def _nursery(self) -> Nursery:
-        return Nursery("dataprep.cli", "dataprep.verify", "chaos.experiments.images")
 
     def inject(self, fault: Fault, folder: Path, scratch: Path) -> Outcome:
         del folder
@@ -50,7 +46,7 @@ class Images:
             arguments={"source": str(scratch / "source"), "out": str(out)},
             cpu_seconds=2 * _CPU_SECONDS,
         )
-        ended = self._nursery.run(errand, scratch / "printed.txt")
+        ended = nursery().run(errand, scratch / "printed.txt")
         broken = ended.broken(cpu_seconds=_CPU_SECONDS, more_bytes=_MORE_BYTES)
         statuses = ended.value or []
         if ended.value is not None and statuses != [0, 0]:

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +19,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from chaos.experiment import Fault, Outcome
 from chaos.manifest_mutations import MUTATIONS
-from chaos.nursery import Errand, Nursery
+from chaos.nursery import Errand, nursery
+from chaos.once import once
 
 NUM_EXAMPLES = 12
 _NUM_QUICK_EXAMPLES = 3
@@ -42,25 +42,7 @@ class Manifests:
                 yield Fault(kind=f"manifest with {what}", name=f"{what} {seed}.{number}", is_quick=number == 0)
 
     def prepare(self, folder: Path) -> None:
-        """Builds a small folder with a second split and both of the formats that the engine reads."""
-        if (folder / "prepared" / "manifest.json").is_file():
-            return
-        from dataprep import build_data, split_data
-
-        shutil.rmtree(folder / "prepared", ignore_errors=True)
-        build_data(
-            "synthetic:classes=20,train=1,val=1",
-            folder / "prepared",
-            scenario="class",
-            num_tasks=2,
-            formats=("tar", "array"),
-            num_workers=1,
-        )
-        split_data(folder / "prepared", "joint", scenario="joint")
-
-    @cached_property
-    def _nursery(self) -> Nursery:
-        return Nursery("torch", "dataprep.cli", "fastcssl.data.loader", "chaos.experiments.manifests")
+        once(folder / "prepared", _prepare)
 
     def inject(self, fault: Fault, folder: Path, scratch: Path) -> Outcome:
         what, _, number = fault.name.rpartition(" ")
@@ -72,10 +54,19 @@ class Manifests:
             cpu_seconds=60 + 4 * NUM_EXAMPLES,
             more_bytes=2 * _MORE_BYTES,
         )
-        ended = self._nursery.run(errand, scratch / "printed.txt")
+        ended = nursery().run(errand, scratch / "printed.txt")
         broken = ended.broken(cpu_seconds=60 + NUM_EXAMPLES, more_bytes=_MORE_BYTES)
         value = ended.value or {"broken": [], "seen": "no result"}
         return Outcome((*broken, *value["broken"]), value["seen"])
+
+
+def _prepare(folder: Path) -> None:
+    """Builds a small folder with a second split and both of the formats that the engine reads."""
+    from dataprep import build_data, split_data
+
+    source = "synthetic:classes=20,train=1,val=1"
+    build_data(source, folder, scenario="class", num_tasks=2, formats=("tar", "array"), num_workers=1)
+    split_data(folder, "joint", scenario="joint")
 
 
 def read_mutants(what: str, number: str, count: int, where: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ in several ways that a kernel may choose; see `chaos.disk`.
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,9 @@ from pathlib import Path
 from chaos.disk import LOSSES, Event, after, interesting, read_record, write_state
 from chaos.experiment import Fault, Outcome
 from chaos.invariants import recovers
+from chaos.laboratory import Laboratory, chance_of
 from chaos.nursery import import_path
+from chaos.once import once
 from chaos.subjects import PREPARATIONS, TRAININGS, Bench, Subject
 
 _SOURCE = Path(__file__).resolve().parent.parent / "shim" / "recorder.c"
@@ -27,18 +28,8 @@ _NAME = re.compile(r"(.+): after (\d+)( %| operations), (.+?)(?: \(seed \d+\))?"
 _RECORDING_S = 300
 
 
-class PowerLoss:
+class PowerLoss(Laboratory):
     name = "power_loss"
-
-    def __init__(self) -> None:
-        self._bench: Bench | None = None
-
-    def missing(self) -> str | None:
-        return None if shutil.which("cc") else "The recorder of file operations needs a C compiler (cc)."
-
-    def prepare(self, folder: Path) -> None:
-        self._bench = Bench(folder)
-        self._bench.prepare()
 
     def faults(self, seed: int) -> Iterator[Fault]:
         """Yield the quick faults, and after `prepare` one fault for every operation and every loss."""
@@ -47,7 +38,7 @@ class PowerLoss:
         for number, percent in enumerate((22, 40, 58, 76, 94)):
             subject = (tar, array)[number % 2]
             yield _fault(f"{subject.name}: after {percent} %", losses[number % len(losses)], is_quick=True)
-        if self._bench is None:
+        if not self.is_prepared:
             return
         chance = random.Random(seed)
         waiting = {subject: self._numbered(subject, chance) for subject in _SUBJECTS}
@@ -60,8 +51,7 @@ class PowerLoss:
 
     def _numbered(self, subject: Subject, chance: random.Random) -> list[tuple[int, str]]:
         """Return the faults of a command in random order. If everything is synced, all losses leave the same."""
-        assert self._bench is not None
-        events = recorded(self._bench.folder, subject)
+        events = recorded(self.bench().folder, subject)
         found = [
             (count, loss) for count, is_open in interesting(events) for loss in (LOSSES if is_open else [*LOSSES][:1])
         ]
@@ -69,14 +59,13 @@ class PowerLoss:
         return found
 
     def inject(self, fault: Fault, folder: Path, scratch: Path) -> Outcome:
-        bench = Bench(folder)
-        bench.prepare()
+        bench = self.bench(folder)
         match = _NAME.fullmatch(fault.name)
         assert match is not None, fault.name
         subject = next(subject for subject in _SUBJECTS if subject.name == match[1])
         events = recorded(bench.folder, subject)
         count = int(match[2]) * len(events) // 100 if match[3] == " %" else int(match[2])
-        write_state(after(events, count), LOSSES[match[4]], scratch, random.Random(fault.name))
+        write_state(after(events, count), LOSSES[match[4]], scratch, chance_of(fault.name))
         left = sum(path.is_file() for path in (scratch / "out").rglob("*"))
         broken, again = recovers(bench, subject, scratch)
         seen = f"{left} files left after {count} of {len(events)} operations, again {again.status}"
@@ -90,32 +79,31 @@ def _fault(moment: str, loss: str, suffix: str = "", *, is_quick: bool = False) 
 @cache
 def recorded(folder: Path, subject: Subject) -> list[Event]:
     """Return the file operations of an undisturbed command, which is run once, with its record in `folder`."""
-    home = folder / "recorded" / subject.file_name
-    if not (home / "done").exists():
-        shutil.rmtree(home, ignore_errors=True)
-        (home / "record").mkdir(parents=True)
-        (home / "work").mkdir()
-        _record(Bench(folder), subject, home)
-        (home / "done").touch()
-    return read_record(home / "record", home / "work")
+    home = once(folder / "recorded" / subject.file_name, lambda part: _record(Bench(folder), subject, part))
+    return read_record(home / "record", Path((home / "root").read_text()))
 
 
 def _record(bench: Bench, subject: Subject, home: Path) -> None:
-    library = home / "recorder.so"
-    flags = ["-O2", "-Wall", "-shared", "-fPIC"]
-    subprocess.run(["cc", *flags, "-o", str(library), str(_SOURCE), "-ldl"], check=True, capture_output=True)
+    """Run a command with its file operations recorded in `home`."""
+    library, record, work = home / "recorder.so", home / "record", home / "work"
+    record.mkdir()
+    work.mkdir()
+    (home / "root").write_text(str(work))
+    compiler = os.environ.get("CC", "cc")
+    flags = ["-O2", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, "-o", str(library), str(_SOURCE), "-ldl"], check=True, capture_output=True)
     name, *args = bench.words(subject)
     environment = {
         **os.environ,
         "PYTHONPATH": import_path(),
         "OMP_NUM_THREADS": "1",
         "LD_PRELOAD": str(library),
-        "CHAOS_RECORD": str(home / "record"),
-        "CHAOS_RECORD_ROOT": str(home / "work"),
+        "CHAOS_RECORD": str(record),
+        "CHAOS_RECORD_ROOT": str(work),
     }
     done = subprocess.run(
         [sys.executable, "-m", _COMMANDS[name], *args],
-        cwd=home / "work",
+        cwd=work,
         env=environment,
         capture_output=True,
         text=True,
