@@ -121,9 +121,10 @@ def _fault(text: str) -> str:
     """Returns the line of a log that says what is wrong, and the first place in our code."""
     lines = text.splitlines()
     marks = ("ERROR: ", "runtime error:", "outside its shard")
-    said = next((line.strip() for line in lines if any(mark in line for mark in marks)), lines[-1] if lines else "")
-    place = re.search(r"in (fastcssl::\S+).*?(csrc/\S+|\w+\.(?:cpp|h):\d+)", text)
-    return re.sub(r"==\d+==\s*", "", said)[:200] + (f" ({place[1]} at {place[2]})" if place else "")
+    said = next((line for line in lines if any(mark in line for mark in marks)), lines[-1] if lines else "")
+    place = re.search(r"in (fastcssl::[\w:]+).*?(\w+\.(?:cpp|h):\d+)", text[text.find(said) :])
+    shown = re.sub(r"==\d+==\s*|\S*/csrc/", "", said.strip())[:200]
+    return shown + (f" ({place[1]} at {place[2]})" if place else "")
 
 
 # ---- The first inputs ------------------------------------------------------------------------------------------------

@@ -79,12 +79,12 @@ inline std::shared_ptr<fastcssl::views::Job> job_for(const std::vector<Row>& row
   }
   for (int v = 0; v < 2; ++v) {
     for (const Row& row : rows) {
-      // As the draws make them: inside the image that the table describes, and at least one pixel wide.
-      const float left = static_cast<float>(row.width) * row.left / 256.0f;
-      const float top = static_cast<float>(row.height) * row.top / 256.0f;
-      const float right = std::max(left + 1.0f, static_cast<float>(row.width) * row.right / 255.0f);
-      const float bottom = std::max(top + 1.0f, static_cast<float>(row.height) * row.bottom / 255.0f);
-      job->box_VN4.insert(job->box_VN4.end(), {left, top, right, bottom});
+      // As the draws make them: whole pixels inside the image that the table describes. They refuse an empty image.
+      const int width = std::max<int>(row.width, 1), height = std::max<int>(row.height, 1);
+      const int left = width * row.left / 256, top = height * row.top / 256;
+      const int right = left + 1 + (width - left - 1) * row.right / 255;
+      const int bottom = top + 1 + (height - top - 1) * row.bottom / 255;
+      job->box_VN4.insert(job->box_VN4.end(), {float(left), float(top), float(right), float(bottom)});
       const float columns[kNumColumns] = {1, 0.8f, 1.2f, 1.1f, 0.1f, 5, 0, 1.0f, 128};
       job->columns_VNC.insert(job->columns_VNC.end(), columns, columns + kNumColumns);
     }
