@@ -33,6 +33,7 @@ class Thing:
     is_folder: bool
     size: int = 0
     safe: bytes | None = None  # its content when it was last synced; None: never
+    seen: bytes | None = None  # its content at the last event, if that was recorded
     is_dirty: bool = False
 
 
@@ -53,7 +54,7 @@ class Moment:
     names: dict[str, Thing] = field(default_factory=dict)
     pending: list[Change] = field(default_factory=list)
     live: dict[str, Thing] = field(default_factory=dict)
-    following: dict[int, bytes] = field(default_factory=dict)  # by id of a dirty thing: its next recorded content
+    written: dict[int, bytes] = field(default_factory=dict)  # by id of a dirty thing: its content for the program
 
 
 def read_record(folder: Path, root: Path) -> list[Event]:
@@ -86,7 +87,8 @@ def after(events: list[Event], count: int) -> Moment:
         _follow(moment, event)
     for path, thing in moment.live.items():
         if thing.is_dirty:
-            moment.following[id(thing)] = _next_content(events[count:], path)[: thing.size]
+            written = _next_content(events[count:], path)[: thing.size] if thing.seen is None else thing.seen
+            moment.written[id(thing)] = written
     return moment
 
 
@@ -116,10 +118,9 @@ def _follow(moment: Moment, event: Event) -> None:
 def _write(thing: Thing | None, event: Event) -> None:
     if thing is None:  # a file that was removed while it was open
         return
+    thing.seen = None if event.content is None else event.content.read_bytes()
     # Closing a file that was synced changes nothing.
-    if event.content is not None and thing.safe == event.content.read_bytes():
-        return
-    thing.size, thing.is_dirty = event.size, True
+    thing.size, thing.is_dirty = event.size, thing.seen is None or thing.seen != thing.safe
 
 
 def _sync(moment: Moment, event: Event) -> None:
@@ -263,7 +264,7 @@ def _contents(moment: Moment, names: dict[str, Thing], loss: Loss, rng: random.R
         if not thing.is_dirty:
             yield path, thing.safe or b""
             continue
-        written = moment.following.get(id(thing), b"")
+        written = moment.written.get(id(thing), b"")
         yield path, loss.content(thing, written, rng)
 
 

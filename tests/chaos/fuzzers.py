@@ -56,13 +56,10 @@ def missing() -> str | None:
     """Returns why the targets cannot be built here, or None."""
     if shutil.which("clang++") is None:
         return "The fuzzers need clang. Install Debian's clang and libclang-rt-dev."
-    program = b'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
-    command = ["clang++", "-fsanitize=address,undefined,fuzzer", "-xc++", "-", "-o", "/dev/null"]
-    done = subprocess.run(command, input=program, capture_output=True)
-    if done.returncode == 0:
+    asked = subprocess.run(["clang++", "-print-resource-dir"], capture_output=True, text=True)
+    if any(Path(asked.stdout.strip()).glob("lib/**/libclang_rt.fuzzer*.a")):
         return None
-    last = done.stderr.decode(errors="replace").strip().splitlines()[-1]
-    return f"clang is here but cannot link libFuzzer ({last}). Install its runtime, such as Debian's libclang-rt-dev."
+    return "clang has no libFuzzer here. Install its runtime, such as Debian's libclang-rt-dev."
 
 
 def built(folder: Path) -> Path:

@@ -83,21 +83,26 @@ def recorded(folder: Path, subject: Subject) -> list[Event]:
     return read_record(home / "record", Path((home / "root").read_text()))
 
 
+def compiled_recorder(folder: Path) -> Path:
+    """Return the library that records file operations, compiled into `folder`."""
+    made = folder / "recorder.so"
+    command = [os.environ.get("CC", "cc"), "-O2", "-Wall", "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-ldl"]
+    subprocess.run(command, check=True, capture_output=True)
+    return made
+
+
 def _record(bench: Bench, subject: Subject, home: Path) -> None:
     """Run a command with its file operations recorded in `home`."""
-    library, record, work = home / "recorder.so", home / "record", home / "work"
+    record, work = home / "record", home / "work"
     record.mkdir()
     work.mkdir()
     (home / "root").write_text(str(work))
-    compiler = os.environ.get("CC", "cc")
-    flags = ["-O2", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", str(library), str(_SOURCE), "-ldl"], check=True, capture_output=True)
     name, *args = bench.words(subject)
     environment = {
         **os.environ,
         "PYTHONPATH": import_path(),
         "OMP_NUM_THREADS": "1",
-        "LD_PRELOAD": str(library),
+        "LD_PRELOAD": str(compiled_recorder(home)),
         "CHAOS_RECORD": str(record),
         "CHAOS_RECORD_ROOT": str(work),
     }
