@@ -43,7 +43,9 @@ integration: $(VENV)/installed-dev
 ## make chaos: inject faults for CHAOS_MINUTES (60) and check what must hold; run it again to inject more of them
 CHAOS_MINUTES ?= 60
 CHAOS_SEED ?= 0
+# Without clang, which is optional, the fuzzers are left out.
 chaos: $(VENV)/installed-dev
+	-.ci/packages $(PYTHON) chaos
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED) \
 	  --out build/chaos
 
