@@ -11,7 +11,6 @@ import pytest
 from chaos import disk
 from chaos.disk import LOSSES, after, interesting, read_record, write_state
 from chaos.experiments.power_loss import compiled_recorder
-from chaos.nursery import Errand, nursery
 
 _PROGRAM = """
 import os, shutil, sys
@@ -103,24 +102,3 @@ def test_safe_content_is_never_lost(events: list[disk.Event], tmp_path: Path) ->
         for number, loss in enumerate(LOSSES):
             left = _left(events, loss, tmp_path / f"{count}-{number}", count)
             assert left["out/a"][:5000] == b"x" * 5000, (count, loss)
-
-
-def crash() -> None:
-    os.abort()
-
-
-def fail() -> None:
-    raise ValueError("this is meant to fail")
-
-
-def grow() -> int:
-    return len(bytearray(300 << 20).replace(b"\0", b"\1"))
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("crash", "signal 6"), ("fail", "ValueError: this is meant to fail"), ("grow", "MiB more memory")],
-)
-def test_a_child_that_misbehaves_is_noticed(name: str, says: str, tmp_path: Path) -> None:
-    ended = nursery().run(Errand(f"chaos.test_disk:{name}", {}), tmp_path / "printed.txt")
-    assert says in "; ".join(ended.broken(cpu_seconds=60, more_bytes=100 << 20))
