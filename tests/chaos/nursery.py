@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -166,11 +167,11 @@ def _fork(request: dict[str, Any]) -> dict[str, Any]:
     os.close(theirs)
     content, late = _read(answers, child, request["cpu_seconds"] * _DEADLINE_FACTOR)
     _, status, used = os.wait4(child, 0)
-    out_of_time = late or used.ru_utime + used.ru_stime >= request["cpu_seconds"]
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     return {
         "value": json.loads(content) if content else None,
-        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
-        "late": out_of_time,
+        "signal": number,
+        "late": late or number == signal.SIGXCPU,
         "cpu_seconds": used.ru_utime + used.ru_stime,
         "more_bytes": max(0, used.ru_maxrss * 1024 - before),
     }
@@ -184,7 +185,7 @@ def _read(answers: int, child: int, seconds: float) -> tuple[bytes, bool]:
         while True:
             ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                os.kill(child, 9)
+                os.kill(child, signal.SIGKILL)
                 late = True
                 deadline += 10
                 continue
