@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 INPUTS := pyproject.toml setup.py constraints.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo lint check quick test integration format bench sweep wheel clean
+.PHONY: demo lint check quick test chaos integration format bench sweep wheel clean
 
 ## make demo: show in about four minutes that MoCo learns, that PNR forgets less, that a killed run resumes, and how
 ## fast images are loaded
@@ -39,6 +39,15 @@ integration: $(VENV)/installed-dev
 	@if find tests/integration -name 'test_*.py' 2>/dev/null | grep -q .; then \
 	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration; \
 	else echo "There are no integration tests yet."; fi
+
+## make chaos: inject faults for CHAOS_MINUTES (60) and check what must hold; run it again to inject more of them
+CHAOS_MINUTES ?= 60
+CHAOS_SEED ?= 0
+# Without clang, which is optional, the fuzzers are left out.
+chaos: $(VENV)/installed-dev
+	-.ci/packages $(PYTHON) chaos
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED) \
+	  --out build/chaos
 
 ## make format: fix what ruff can fix, and format all code
 format: .venv-lint/installed

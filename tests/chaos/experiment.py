@@ -26,6 +26,7 @@ class Outcome:
 
     broken: tuple[str, ...]
     seen: str  # exit statuses and the last line that was printed
+    injected: bool = True  # False: the moment of the fault never came, so the table does not count it
 
     @property
     def held(self) -> bool:
@@ -33,7 +34,10 @@ class Outcome:
 
 
 class Experiment(Protocol):
-    """Injects the faults of one file in `experiments`, which offers an instance under the name `EXPERIMENT`."""
+    """Injects the faults of one file in `experiments`, which offers an instance under the name `EXPERIMENT`.
+
+    A file that defines `ALONE = True` beside it needs the machine for itself: a campaign runs it before the others.
+    """
 
     name: str
 
@@ -42,7 +46,10 @@ class Experiment(Protocol):
         ...
 
     def faults(self, seed: int) -> Iterable[Fault]:
-        """Yield the faults, enumerated where that is possible, in an order that depends only on the seed."""
+        """Yield the faults, enumerated where that is possible, in an order that depends only on the seed.
+
+        Quick faults come first and need no `prepare`; a campaign calls `prepare` before it asks for all of them.
+        """
         ...
 
     def prepare(self, folder: Path) -> None:
