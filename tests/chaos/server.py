@@ -47,6 +47,12 @@ _PRELOADED = (
     "matplotlib.backends.backend_agg",
     "safetensors.torch",
     "torch._dynamo",
+    "torch.onnx",
+    "torchvision",
+    "typeguard",
+    "PIL.JpegImagePlugin",
+    "fastcssl.learn.encoders",
+    "tyro._backends",
 )
 _PR_SET_PDEATHSIG = 1
 _COMMANDS = {
@@ -122,6 +128,7 @@ def _prepare() -> None:
 def leave(status: int) -> NoReturn:
     """End as the interpreter does, but without freeing every module of torch, which takes longer than most commands."""
     threading._shutdown()  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch's own clean-up, which most commands do not have, is slow
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
