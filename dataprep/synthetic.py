@@ -6,7 +6,8 @@ direction and period of the texture, hue jitter, lighting, clutter in every clas
 grain. The styles (photo, sketch, poster, neon) draw the same classes in visibly different ways and serve as domains.
 
 In "forms" a class is a (shape, texture) pair in any colour, drawn larger and with less clutter. Crops and changes of
-colour keep such a class, so a contrastive learner finds in minutes what the labels ask for.
+colour keep such a class, so a contrastive learner finds in minutes what the labels ask for. Its sketches are grey: who
+learns them before the colourful styles needs shape and texture first, and can then forget them for colour.
 
 An image depends only on (label, num_classes, style, seed, index, forms). The size sets only the resolution: the random
 numbers do not depend on it, and every edge is a signed distance filtered to the pixel. Therefore a 256-px image
@@ -45,6 +46,7 @@ FACTORS: dict[int, tuple[int, int]] = {20: (2, 2), 30: (3, 2), 60: (4, 3), 100: 
 # The same for "forms", where a class has no colour.
 FORMS: dict[int, int] = {10: 2, 15: 3, 20: 4, 25: 5}
 SIZE_RANGE_PX = (32, 256)
+_LUMA_311 = np.array([0.299, 0.587, 0.114], np.float32)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -166,5 +168,7 @@ def draw(
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, label, style, index))))
     scene = _scene(classes[label], rng)
     image_3HW = RENDERERS[STYLES[style]](scene, canvas_of(height, width), rng)
+    if forms and STYLES[style] == "sketch":
+        image_3HW = np.broadcast_to((image_3HW * _LUMA_311).sum(0), image_3HW.shape)
     levels_3HW = np.clip(image_3HW * 255 + 0.5, 0, 255).astype(np.uint8)
     return np.ascontiguousarray(levels_3HW.transpose(1, 2, 0))

@@ -10,16 +10,13 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from dataprep import help
 from dataprep.help import Flag
@@ -81,7 +78,13 @@ class DemoFindings:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the content of demo.json."""
-        return {**dataclasses.asdict(self), "A": self.A, "A_over_baseline": self.A["pnr"] / self.baseline}
+        return {
+            **dataclasses.asdict(self),
+            "A": self.A,
+            "A_over_baseline": self.A["pnr"] / self.baseline,
+            "S_difference": self.S["finetune"] - self.S["pnr"],
+            "loader_ratio": self.loader.ratio,
+        }
 
 
 def main(args: list[str] | None = None) -> int:
@@ -102,21 +105,15 @@ def _run(words: list[str], console: Console) -> int:
 
 def demonstrate(options: DemoOptions, budget: "DemoBudget", console: Console) -> int:
     """Runs the demo, writes its figures, prints its table and sentences, and returns the exit status."""
+    from fastcssl.cli.demo_screen import show
+
     _clear(options.out)
-    signal, findings = _measured(options, budget, console)
-    if findings is None:
-        return after_signal(signal)
+    try:
+        findings = _measured(options, budget, console)
+    except _Stopped as stopped:
+        return after_signal(stopped.signal)
     (options.out / FIGURES).write_text(json.dumps(findings.as_json(), indent=1) + "\n", encoding="utf-8")
-    console.rule(style="dim")
-    console.print(shown(findings))
-    for sentence in sentences(findings):
-        console.print(sentence, soft_wrap=True, highlight=False)
-    console.print(
-        f"Open {options.out}/report/index.html. Images: {options.out}/sheet.png, their views: {options.out}/views.png, "
-        f"all numbers: {options.out}/{FIGURES}.",
-        soft_wrap=True,
-        style="dim",
-    )
+    show(findings, options.out, console)
     if found := problems(findings):
         raise Ended(" ".join(found), ExitCode.FAILED)
     return ExitCode.OK
@@ -132,46 +129,51 @@ def _clear(out: Path) -> None:
 # ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def _measured(options: DemoOptions, budget: "DemoBudget", console: Console) -> tuple[int, DemoFindings | None]:
-    """Returns the signal that ended the demo and no findings, or 0 and the findings."""
+class _Stopped(Exception):
+    """Ends the demo after a signal that ended its training."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
+def _measured(options: DemoOptions, budget: "DemoBudget", console: Console) -> DemoFindings:
+    """Does all the work of the demo and returns what was found."""
     from dataprep.api import build_data, draw_sheet
     from fastcssl.api import evaluate_runs, train_run
-    from fastcssl.cli.demo_parts import WORDS, kill_and_resume, race, thumbnails
+    from fastcssl.cli.demo_parts import STYLES, WORDS, kill_and_resume, race, thumbnails
+    from fastcssl.cli.demo_screen import ImageShare, PartLines, share_of
     from fastcssl.config.recipes import recipe
     from fastcssl.evaluate.options import Request
-    from fastcssl.evaluate.scoreboard import Scoreboard
     from fastcssl.report import report_runs
 
     began, out, data = time.monotonic(), options.out, options.out / "data"
-    _head(console, "images in four styles, one task each")
-    manifest = build_data(budget.source, data, scenario="domain", console=console).manifest
-    draw_sheet(data, out / "sheet.png")
-    draw_sheet(data, out / "views.png", views=recipe(*WORDS, "pnr").config.views.policy)
+    lines = PartLines(console)
+    with lines.part(f"Images in four styles: {', '.join(STYLES)}"):
+        manifest = build_data(budget.source, data, scenario="domain", domains=STYLES).manifest
+        draw_sheet(data, out / "sheet.png")
+        draw_sheet(data, out / "views.png", views=recipe(*WORDS, "pnr").config.views.policy)
     changes = {"seed": options.seed, **budget.changes}
     finetune, pnr = out / "finetune", out / "pnr"
     for run, strategy, start, title in (
-        (finetune, "finetune", None, "fine-tuning, task after task"),
-        (pnr, "pnr", f"{finetune}@0", "PNR, from the same first task"),
+        (finetune, "finetune", None, "MoCo with fine-tuning, one style after another"),
+        (pnr, "pnr", f"{finetune}@0", "MoCo with PNR, from the same first style"),
     ):
-        _head(console, title)
-        made = recipe(*WORDS, strategy).changed(changes)
-        outcome = train_run(made, data=data, out=run, start_from=start, console=console)
-        if outcome.signal:
-            return outcome.signal, None
-    _head(console, "accuracy of every encoder, and of the baselines")
-    with Scoreboard(console) as board:
-        tables = [
-            found.evaluation
-            for found in evaluate_runs([finetune, pnr], Request(probes=("linear-cached",)), progress=board)
-        ]
-    pixels = thumbnails(data)
-    report_runs([finetune, pnr], out / "report")
-    _head(console, "PNR's last task again, killed in the middle and resumed")
-    resumed = kill_and_resume(pnr, out / "resumed", data, changes, budget.checkpoint_minutes)
-    _head(console, "loaders, one thread each")
-    raced = race(out / "jpegs", budget)
-    first, second = tables
-    return 0, DemoFindings(
+        with lines.part(title, share_of(run)):
+            made = recipe(*WORDS, strategy).changed(changes)
+            if signal := train_run(made, data=data, out=run, start_from=start).signal:
+                raise _Stopped(signal)
+    images = ImageShare()
+    with lines.part("Accuracy of every encoder and of the baselines", images):
+        found = evaluate_runs([finetune, pnr], Request(probes=("knn",), metrics=("cosine",)), progress=images)
+        pixels = thumbnails(data)
+        report_runs([finetune, pnr], out / "report")
+    with lines.part("PNR's last style again, killed in the middle and resumed", share_of(out / "resumed")):
+        resumed = kill_and_resume(pnr, out / "resumed", data, changes, budget.checkpoint_minutes)
+    with lines.part("JPEGs per second, native loader and torchvision"):
+        raced = race(out / "jpegs", budget)
+    first, second = (result.evaluation for result in found)
+    return DemoFindings(
         seed=options.seed,
         tasks=list(first.columns),
         chance=1 / len(manifest.classes),
@@ -186,58 +188,7 @@ def _measured(options: DemoOptions, budget: "DemoBudget", console: Console) -> t
     )
 
 
-def _head(console: Console, text: str) -> None:
-    console.rule(text, align="left", style="dim")
-
-
-# ---- Showing ---------------------------------------------------------------------------------------------------------
-
-
-def shown(found: DemoFindings) -> Table:
-    """Returns the closing table, in percent."""
-    table = Table(title="top-1 in %", title_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("")
-    for name in (*found.tasks, "A", "S"):
-        table.add_column(name, justify="right", no_wrap=True)
-    chance = [found.chance] * len(found.tasks)
-    _add(table, "chance", chance)
-    _add(table, "8x8 thumbnails", found.thumbnails)
-    _add(table, "random encoder", found.random)
-    _add(table, "MoCo + fine-tuning", found.finetune[-1], found.S["finetune"])
-    _add(table, "MoCo + PNR", found.pnr[-1], found.S["pnr"])
-    return table
-
-
-def _add(table: Table, name: str, row: Sequence[float], forgotten: float | None = None) -> None:
-    last = "" if forgotten is None else f"{100 * forgotten:.1f}"
-    table.add_row(name, *(f"{100 * value:.1f}" for value in (*row, fmean(row))), last)
-
-
-def sentences(found: DemoFindings) -> tuple[str, str, str, str]:
-    """Returns what the demo showed, in four sentences."""
-    percent = {name: f"{100 * value:.1f} %" for name, value in found.A.items()}
-    fell = {name: f"{100 * value:.1f}" for name, value in found.S.items()}
-    resumed = found.resumed
-    times = found.A["pnr"] / found.baseline
-    outcome = (
-        "its losses and its encoder are identical to the last bit to those of the run that was not interrupted"
-        if resumed.is_identical
-        else f"{resumed.num_equal} losses are those of the run that was not interrupted, but not everything is"
-    )
-    return (
-        f"1. It learns: A is {percent['pnr']} with PNR, {times:.1f} times the better of random encoder "
-        f"({percent['random']}) and thumbnails ({percent['thumbnails']}); chance is {100 * found.chance:.1f} %.",
-        f"2. {_remembers(found)}: from its best, an earlier task fell by {fell['finetune']} points with fine-tuning "
-        f"and by {fell['pnr']} with PNR (S).",
-        f"3. It resumes: killed after step {resumed.killed_after_step} and started again, {outcome} "
-        f"({resumed.num_losses} losses compared).",
-        f"4. It is fast: with one thread, the native loader makes both views of {found.loader.native:,.0f} JPEGs per "
-        f"second and torchvision of {found.loader.torchvision:,.0f}, {found.loader.ratio:.1f} times as many.",
-    )
-
-
-def _remembers(found: DemoFindings) -> str:
-    return "PNR forgets less" if found.S["pnr"] < found.S["finetune"] else "PNR forgot no less in this run"
+# ---- Judging ---------------------------------------------------------------------------------------------------------
 
 
 def problems(found: DemoFindings) -> list[str]:

@@ -60,8 +60,11 @@ def _pictures(runs: Sequence[RunRecord], comparisons: Sequence[Comparison]) -> d
     for place, comparison in enumerate(comparisons):
         several = len(comparison.rows) > 1 or comparison.rows[0].num_seeds > 1
         if several and any(len(row.A_T) > 1 for row in comparison.rows):
-            name = _slug(f"average-{comparison.recipe}-{comparison.rows[0].results[0].name}")
-            found["comparison", str(place)] = [figures.averages(name, comparison.rows)]
+            name = f"{comparison.recipe}-{comparison.rows[0].results[0].name}"
+            found["comparison", str(place)] = [
+                figures.averages(_slug(f"average-{name}"), comparison.rows),
+                figures.firsts(_slug(f"first-{name}"), comparison.rows),
+            ]
     for place, run in enumerate(runs):
         begin = f"{place:02d}-{run.method}-{run.strategy}-seed{run.seed}" if len(runs) > 1 else "run"
         for result in run.evaluations:

@@ -65,6 +65,13 @@ class ComparisonRow:
     def num_seeds(self) -> int:
         return len(self.runs)
 
+    @property
+    def first_T(self) -> tuple[Value, ...]:
+        """Returns the accuracy on the first task after each task."""
+        return tuple(
+            Value(each=tuple(100 * result.top1[t][0] for result in self.results)) for t in range(len(self.A_T))
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:

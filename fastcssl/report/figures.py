@@ -22,7 +22,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from fastcssl.report.comparison import ComparisonRow
+from fastcssl.report.comparison import ComparisonRow, Value
 from fastcssl.report.runs import RunRecord
 from fastcssl.runs.log import StepReport
 from fastcssl.runs.metrics import average_over_all
@@ -253,35 +253,49 @@ def curves(name: str, found: Evaluation) -> Picture:
 
 def averages(name: str, rows: Sequence[ComparisonRow]) -> Picture:
     """Returns A after each task for every row, with bands of one standard deviation if there are few rows."""
+    title, caption = "Average accuracy after each task", "A: mean accuracy in percent on the tasks learnt so far"
+    return _compared(name, rows, [row.A_T for row in rows], title, f"{caption}, after each task.", "A in %")
+
+
+def firsts(name: str, rows: Sequence[ComparisonRow]) -> Picture:
+    """Returns the accuracy on the first task after each task for every row: whether it is kept or forgotten."""
+    task = rows[0].results[0].columns[0]
+    caption = f"Accuracy in percent on {task}, the first task, as further tasks are learnt."
+    values = [row.first_T for row in rows]
+    return _compared(name, rows, values, "The first task, kept or forgotten", caption, "accuracy in %")
+
+
+def _compared(
+    name: str, rows: Sequence[ComparisonRow], lines: Sequence[Sequence[Value]], title: str, caption: str, unit: str
+) -> Picture:
+    """Returns a line for each row, with one value after each task."""
     has_bands = len(rows) <= _MAX_BANDS and any(row.num_seeds > 1 for row in rows)
 
     def make() -> Figure:
         columns = 2 if max(len(row.title) for row in rows) < 26 else 1
         figure, (axes,) = _axes(_HEIGHT + 0.2 * math.ceil(len(rows) / columns))
-        longest = max(len(row.A_T) for row in rows)
-        for number, row in enumerate(rows):
+        longest = max(len(line) for line in lines)
+        for number, (row, line) in enumerate(zip(rows, lines, strict=True)):
             style = _line(number)
-            means = [value.mean for value in row.A_T]
+            means = [value.mean for value in line]
             if len(means) == 1 and longest > 1:
                 del style["marker"]
                 axes.axhline(means[0], label=row.title, **style)
                 continue
             axes.plot(range(len(means)), means, label=row.title, **style)
-            deviations = [value.deviation for value in row.A_T]
+            deviations = [value.deviation for value in line]
             if has_bands and None not in deviations:
                 spread = [(m - d, m + d) for m, d in zip(means, deviations, strict=True) if d is not None]
                 axes.fill_between(range(len(means)), [a for a, _ in spread], [b for _, b in spread],
                                   color=style["color"], alpha=0.16, linewidth=0)  # fmt: skip
         axes.set_xticks(range(longest))
         axes.set_xlabel("after task")
-        axes.set_ylabel("A in %")
+        axes.set_ylabel(unit)
         _legend(figure, axes, columns)
         return figure
 
-    caption = "A: mean accuracy in percent on the tasks learnt so far, after each task."
-    if has_bands:
-        caption += " Bands: one standard deviation over seeds."
-    return Picture(name=name, title="Average accuracy after each task", caption=caption, make=make)
+    bands = " Bands: one standard deviation over seeds." if has_bands else ""
+    return Picture(name=name, title=title, caption=caption + bands, make=make)
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------

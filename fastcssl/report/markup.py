@@ -1,5 +1,6 @@
 """Builds HTML safely: text is escaped unless it is already Html."""
 
+import re
 from html import escape
 
 
@@ -10,6 +11,7 @@ class Html(str):
 
 
 _VOID = ("meta", "br", "hr")
+_FLAG = re.compile(r"(?<!\S)--[a-z][a-z0-9.-]*[a-z0-9]")
 
 
 def el(name: str, /, *children: "str | Html | None", **attributes: str | None) -> Html:
@@ -26,7 +28,12 @@ def el(name: str, /, *children: "str | Html | None", **attributes: str | None) -
 
 def joined(*children: "str | Html | None") -> Html:
     """Returns the children one after the other, with text escaped."""
-    return Html("".join(c if isinstance(c, Html) else escape(c, quote=False) for c in children if c is not None))
+    return Html("".join(c if isinstance(c, Html) else _escaped(c) for c in children if c is not None))
+
+
+def _escaped(text: str) -> str:
+    """Returns text as markup. A browser would break a line after the hyphens of a flag such as --out."""
+    return _FLAG.sub(r'<span class="flag">\g<0></span>', escape(text, quote=False))
 
 
 def table(head: list["str | Html"], rows: list[list["str | Html"]], *, classes: list[str | None] | None = None) -> Html:

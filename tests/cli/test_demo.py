@@ -9,14 +9,16 @@ import pytest
 from rich.console import Console
 
 from fastcssl.cli import demo
-from fastcssl.cli.demo_parts import DemoBudget, LoaderRace, ResumedRun
+from fastcssl.cli.demo_parts import STYLES, DemoBudget, LoaderRace, ResumedRun
+from fastcssl.cli.demo_screen import PartLines, sentences, share_of, show
 from fastcssl.cli.exit_codes import Ended
 from fastcssl.errors import UserError
+from fastcssl.runs.status import Status, write_status
 
 TINY = DemoBudget(
     source="synthetic:set=forms,classes=10,train=32,val=8",
     changes={
-        "epochs": 4,
+        "epochs": (2, 1, 1, 4),
         "batch_size": 8,
         "encoder.name": "conv4-w8",
         "method.hidden": 32,
@@ -56,7 +58,7 @@ def test_the_whole_demo_on_a_few_images(tmp_path: Path, monkeypatch: pytest.Monk
     assert demo.demonstrate(demo.DemoOptions(out=out), TINY, console) == 0
     figures = json.loads((out / demo.FIGURES).read_text())
     num_tasks = len(figures["tasks"])
-    assert sorted(figures["tasks"]) == ["neon", "photo", "poster", "sketch"]
+    assert figures["tasks"] == list(STYLES)
     for table in (figures["finetune"], figures["pnr"]):
         assert [len(row) for row in table] == [num_tasks] * num_tasks
     assert figures["finetune"][0] == figures["pnr"][0]  # they share the first task
@@ -69,16 +71,62 @@ def test_the_whole_demo_on_a_few_images(tmp_path: Path, monkeypatch: pytest.Monk
         assert (out / name).stat().st_size, name
     said = console.export_text()
     assert said.count("MoCo + PNR") == 1 and "identical to the last bit" in said
+    before, _, after = said.partition("k-NN top-1")
+    assert [line[0] for line in before.splitlines() if line.strip()] == ["✓"] * 6  # a line for each part
+    assert "loss " not in after and "images/s" not in after  # the only table
 
 
 def test_sentences_follow_the_numbers() -> None:
-    learns, remembers, resumes, fast = demo.sentences(FOUND)
+    learns, remembers, resumes, fast = sentences(FOUND)
     assert "A is 45.0 %" in learns and "2.2 times" in learns and "20.0 %" in learns and "chance is 5.0 %" in learns
-    assert "PNR forgets less" in remembers and "10.0 points" in remembers and "0.0 with PNR" in remembers
+    assert remembers.startswith("PNR forgets less: ") and "10.0 points" in remembers and "0.0 with PNR" in remembers
     assert "identical to the last bit" in resumes and "9 losses" in resumes
     assert "9.0 times" in fast
-    worse = dataclasses.replace(FOUND, S={"finetune": 0.1, "pnr": 0.1})
-    assert "forgets less" not in demo.sentences(worse)[1]
+
+
+@pytest.mark.parametrize(
+    ("of_pnr", "lead"), [(0.09, "No clear difference"), (0.11, "No clear difference"), (0.2, "PNR forgot more")]
+)
+def test_the_second_sentence_claims_only_what_was_measured(of_pnr: float, lead: str) -> None:
+    remembers = sentences(dataclasses.replace(FOUND, S={"finetune": 0.1, "pnr": of_pnr}))[1]
+    assert remembers.startswith(lead) and "10.0 points" in remembers and f"{100 * of_pnr:.1f} with PNR" in remembers
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_ending_fits_the_terminal(width: int) -> None:
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    with PartLines(console).part("Images"):
+        pass
+    show(FOUND, Path("demo"), console)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= min(width, 96)
+    assert sum(line.startswith(("1 ", "2 ", "3 ", "4 ")) for line in lines) == 4  # a hanging number for each sentence
+    assert not any("…" in line for line in lines)
+
+
+def test_a_log_has_one_line_for_each_sentence() -> None:
+    console = Console(width=80, file=io.StringIO())
+    show(FOUND, Path("demo"), console)
+    written = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line[:3] for line in written if line[:1] in "1234" and line[1:3] == ". "] == ["1. ", "2. ", "3. ", "4. "]
+
+
+def test_a_part_that_fails_is_not_ticked_off() -> None:
+    console = Console(width=80, file=io.StringIO())
+    with pytest.raises(UserError, match="broken"), PartLines(console).part("Images"):
+        raise UserError("broken")
+    assert not console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_progress_counts_from_the_first_task_that_a_run_was_given(tmp_path: Path) -> None:
+    share = share_of(tmp_path)
+    assert share() is None  # the folder is not a run yet
+    shares = []
+    for step in (40, 70, 100):
+        state = Status(state="running", title="", task=0, num_tasks=2, epoch=0, num_epochs=1, step=step, num_steps=100)
+        write_status(tmp_path, state)
+        shares.append(share())
+    assert shares == [0.0, 0.5, 1.0]
 
 
 def test_a_demo_that_shows_nothing_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +135,10 @@ def test_a_demo_that_shows_nothing_fails_loudly(tmp_path: Path, monkeypatch: pyt
     for half in ({"num_equal": 8}, {"encoders_equal": False}, {"num_losses": 0, "num_equal": 0}):
         differs = dataclasses.replace(FOUND, resumed=dataclasses.replace(FOUND.resumed, **half))
         assert "not identical" in demo.problems(differs)[0]
-        assert "last bit" not in demo.sentences(differs)[2]
+        assert "last bit" not in sentences(differs)[2]
     out = tmp_path / "demo"
     out.mkdir()
-    monkeypatch.setattr(demo, "_measured", lambda *_: (out.mkdir(), (0, unlearnt))[1])
+    monkeypatch.setattr(demo, "_measured", lambda *_: (out.mkdir(), unlearnt)[1])
     with pytest.raises(Ended, match=r"not better than its baselines: A is 20.0 %.* 20.0 %") as ended:
         demo.demonstrate(demo.DemoOptions(out=out), TINY, Console(quiet=True))
     assert ended.value.status == 1

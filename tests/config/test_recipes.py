@@ -15,6 +15,7 @@ from fastcssl.config.recipes.own_data import FROM_DATA
 from fastcssl.data.views import Family
 from fastcssl.errors import UserError
 from fastcssl.learn import methods, strategies
+from fastcssl.learn.optim import lr_peak
 
 SETTINGS = ("matched", "published")
 METHODS = ("moco", "simclr", "barlow", "byol", "vicreg", "supcon")
@@ -355,3 +356,9 @@ def test_listing_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-styles", "own-small"])
+def test_the_learning_rate_warms_up_to_its_peak(name: str) -> None:
+    config = recipe(name, "moco", "pnr").config
+    assert config.optim.warmup_start_lr < lr_peak(config.optim, config.batch_size)

@@ -65,6 +65,14 @@ def test_forms_have_shape_and_texture_but_any_colour() -> None:
         synthetic.class_names(30, forms=True)
 
 
+@pytest.mark.parametrize(("style", "is_grey"), [("photo", False), ("sketch", True), ("poster", False), ("neon", False)])
+def test_of_the_forms_only_sketches_are_grey(style: str, is_grey: bool) -> None:
+    drawn_HW3 = image(num_classes=20, style=synthetic.STYLES.index(style), forms=True)
+    assert (np.ptp(drawn_HW3, axis=2).max() == 0) == is_grey
+    assert np.ptp(drawn_HW3) > 100  # and not empty
+    assert np.ptp(image(style=synthetic.STYLES.index(style)), axis=2).max() > 0  # the other set keeps its colours
+
+
 @pytest.mark.parametrize("change", [{"index": 1}, {"seed": 1}, {"style": 1}, {"label": 8}])
 def test_any_other_argument_another_image(change: dict[str, int]) -> None:
     difference_HW3 = np.abs(image().astype(int) - image(**change).astype(int))

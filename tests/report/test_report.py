@@ -116,8 +116,9 @@ def test_the_page_is_whole_and_needs_nothing_else(many: Report) -> None:
     text = seen(page)
     assert "7 runs" in text
     assert page.tags.count("svg") == len(many.pictures) == len(list(many.page.parent.glob("figures/*.png")))
-    # Averages; a matrix, curves, training and speed of each; the joint run has no curves, the last only its training.
-    assert len(many.pictures) == 1 + 4 * 4 + 2 + 3 + 4 + 2
+    # Averages and the first task.
+    # A matrix, curves, training and speed of each; the joint run has no curves, the last only its training.
+    assert len(many.pictures) == 2 + 4 * 4 + 2 + 3 + 4 + 2
     for path in many.pictures:
         with Image.open(path) as picture:
             picture.verify()

@@ -11,7 +11,7 @@ from fastcssl.config.recipes import RECIPES, recipe, settled
 from fastcssl.report import report_runs
 from fastcssl.report.comparison import Value, _is_beside, _plain, compared, mark, shown
 from fastcssl.report.figures import short_names
-from fastcssl.report.markup import Html, el
+from fastcssl.report.markup import Html, el, joined
 from fastcssl.report.published import PUBLISHED, published
 from fastcssl.report.runs import _flat, read_run
 
@@ -142,3 +142,8 @@ def test_settings_of_a_recipe_on_other_data_are_said_to_be_that(tmp_path: Path) 
         evaluated(run)
         (table,) = compared([read_run(run)])
         assert table.about == about
+
+
+def test_a_flag_in_a_sentence_stays_on_one_line() -> None:
+    assert joined("Use --optim.lr 1 <b>.") == 'Use <span class="flag">--optim.lr</span> 1 &lt;b&gt;.'
+    assert joined("a -- b, x--y") == "a -- b, x--y"
