@@ -212,7 +212,7 @@ def test_a_real_run_from_training_to_the_page(tmp_path: Path) -> None:
     train_run(tiny(online_probe="every=0"), data, tmp_path / "run")
     found = report_runs([tmp_path / "run"])
     text = seen(checked(found.page))
-    assert "MoCo + PNR · seed 5" in text and "Bottleneck: " in text and "online linear %" in text
+    assert "MoCo + PNR seed 5" in text and "Bottleneck: " in text and "online linear %" in text
     assert found.runs[0].machine.loader == "resident"
 
 
