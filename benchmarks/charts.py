@@ -2,7 +2,7 @@
 
 The charts are: throughput by back end and threads, with the decode ceiling; the loss's time and memory against the size
 of the banks; and the share of training that waits for data. They have the style of a run's report
-(fastcssl/report/figures.py), and their last line says which results they show. `python benchmarks/bench.py
+(fastcssl/report/drawing.py), and their last line says which results they show. `python benchmarks/bench.py
 --charts-only` draws all of them again.
 """
 
@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from PIL import Image
 
-from fastcssl.report.figures import INK, LINES, MUTED, PAPER, Picture
+from fastcssl.report.drawing import INK, LINES, MUTED, PAPER, Picture
 
 WIDTH = 7.2  # inches, which gives twice the pixels of a README's column
 BLUE, ORANGE = LINES[:2]

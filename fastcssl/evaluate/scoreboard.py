@@ -17,7 +17,8 @@ from dataprep.progress import OnTerminal
 from fastcssl.evaluate.options import Evaluated, Progress
 from fastcssl.runs.display import bar_grid, bar_row, duration, fact_grid, framed
 from fastcssl.runs.metrics import AVERAGE, MetricSpec, single_metrics
-from fastcssl.runs.overview import Overview, overviews, settings_text, varied_settings
+from fastcssl.runs.overview import overviews, settings_text, varied_settings
+from fastcssl.runs.overview_table import overview_table
 from fastcssl.runs.results import EvaluatedEncoder, Evaluation
 
 _LINE_SECONDS = 30.0
@@ -101,22 +102,6 @@ def summary(outcomes: Sequence[Evaluated], *, tables: bool = False) -> Renderabl
         about += f" {who} evaluated before; --again recomputes."
     missing = dict.fromkeys(sentence for outcome in outcomes for sentence in outcome.evaluation.metrics.missing)
     return Group(*parts, Text(about, "dim"), *(Text(sentence, "yellow") for sentence in missing))
-
-
-def overview_table(overview: Overview) -> Table:
-    """Returns the table of one probe: a row per run, a group of columns per scope, references below a line."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False)
-    table.add_column("run", overflow="fold")
-    scope = ""
-    for column in overview.columns:
-        above = "" if column.scope == scope else column.scope
-        scope = column.scope
-        style = "bold" if column.metric is AVERAGE else ""
-        table.add_column(f"{above}\n{column.metric.heading}", justify="right", no_wrap=True, style=style)
-    for row in overview.rows:
-        style = "italic dim" if row.is_reference else ""
-        table.add_row(row.name, *map(str, row.cells), style=style)
-    return table
 
 
 def _details(outcome: Evaluated, settings: str) -> list[RenderableType]:

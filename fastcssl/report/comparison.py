@@ -9,7 +9,8 @@ from typing import Any
 from fastcssl.config.recipes import RECIPES, settled
 from fastcssl.report.published import Published, published
 from fastcssl.report.runs import RunRecord, order
-from fastcssl.runs.metrics import METRICS, compared_metrics
+from fastcssl.runs.metrics import METRICS, average, compared_metrics
+from fastcssl.runs.overview import row_name
 from fastcssl.runs.results import DOWNSTREAM, Evaluation, metrics_named_in
 
 PROBES = {"linear": "linear probe", "linear-cached": "linear probe, cached features", "knn": "k-NN"}
@@ -92,6 +93,36 @@ class Comparison:
         notes = self.notes
         return ", ".join(mark(notes.index(note)) for note in row.mismatches)
 
+    @property
+    def is_telling(self) -> bool:
+        """Returns whether it says more than an overview: published values, or means over seeds of several folders."""
+        return any(row.published or len({row_name(run.folder)[0] for run in row.runs}) > 1 for row in self.rows)
+
+    @property
+    def references(self) -> dict[str, list[float]]:
+        """Returns A after each task, in percent, of a random encoder and of chance, where results have them.
+
+        The means are over the tasks that a run has learnt by then, as those of the runs are.
+        """
+        results = [result for row in self.rows for result in row.results]
+        longest = max(results, key=lambda result: len(result.checkpoints))
+        fitting = [result.reference for result in results if len(result.columns) == len(longest.columns)]
+        seen = [encoder.seen for encoder in longest.checkpoints]
+        found = {}
+        for title, rows in (
+            ("random encoder", [reference.random for reference in fitting if reference.random]),
+            ("chance", [reference.chance for reference in fitting if reference.chance]),
+        ):
+            if rows:
+                means = [100 * statistics.fmean(column) for column in zip(*rows, strict=True)]
+                found[title] = average([means] * len(seen), seen)
+        return found
+
+    @property
+    def curves(self) -> tuple[object, ...]:
+        """Returns what its figure shows. Scopes that coincide on the data have equal curves."""
+        return (self.recipe, self.rows[0].results[0].probe, *((row.title, row.A_T) for row in self.rows))
+
 
 def lacking(tables: Iterable[Comparison]) -> list[str]:
     """Returns why metrics are missing from the columns, and how to get them. Runs with one checkpoint are skipped."""
@@ -121,6 +152,15 @@ def evaluation_title(found: Evaluation, others: Sequence[Evaluation] = (), *, of
         if any(other.settings.get(key) != found.settings.get(key) for other in others)
     ]
     return ", ".join((PROBES.get(found.probe, found.probe), scope, *settings))
+
+
+def coinciding(found: Iterable[Evaluation]) -> list[list[Evaluation]]:
+    """Returns groups of evaluations that differ in nothing but the name of their scope."""
+    groups: dict[str, list[Evaluation]] = {}
+    for made in found:
+        key = json.dumps([made.probe, made.settings, made.manifest.sha256, made.columns, made.top1, made.metrics.A])
+        groups.setdefault(key, []).append(made)
+    return list(groups.values())
 
 
 def compared(runs: Sequence[RunRecord]) -> list[Comparison]:

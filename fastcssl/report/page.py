@@ -2,30 +2,49 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
 from shlex import quote
 
 from fastcssl.config.recipes.rows import COMMAND_LINE
-from fastcssl.report.comparison import Comparison, evaluation_title, lacking, shown
-from fastcssl.report.figures import DrawnPicture
+from fastcssl.report.board import board, scope_title
+from fastcssl.report.comparison import Comparison, coinciding, evaluation_title, lacking, shown
+from fastcssl.report.drawing import DrawnPicture
 from fastcssl.report.markup import Html, el, joined, table
+from fastcssl.report.matrix import matrix_table
 from fastcssl.report.runs import RunRecord
 from fastcssl.runs.bottleneck import NAMES, Verdict
 from fastcssl.runs.display import PROBE_NAMES, duration, number, share
 from fastcssl.runs.metrics import AVERAGE, METRICS, compared_metrics
+from fastcssl.runs.overview import Overview
 from fastcssl.runs.results import Evaluation
 
-_FEW_RUNS = 4  # more runs than this are shown collapsed
+CSV, LATEX = "overview.csv", "overview.tex"  # beside the page
 _STAGE_LINES = ("model", "decode", "augmentation", "disk", "probe", "data", "checkpoint")
 _NONE = "-"
 
-# Keys are ("comparison", number) or (run, "training" or result).
-Pictures = Mapping[tuple[str, str], Sequence[DrawnPicture]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """The content of a page."""
+
+    runs: Sequence[RunRecord]
+    overviews: Sequence[Overview]
+    comparisons: Sequence[Comparison]
+    pictures: Mapping[tuple[str, str], Sequence[DrawnPicture]]  # of ("comparison", ""), or (run, "training" or result)
+    ranges: Mapping[tuple[str, str], tuple[float, float]]  # of the colours of (run, result), in percent
+
+    def figures(self, *key: str) -> Html:
+        """Returns the figures of one place that the page shows."""
+        first, second = key
+        drawn = [_figure(picture) for picture in self.pictures.get((first, second), ()) if picture.svg]
+        return el("div", *drawn, class_="figures") if drawn else joined()
 
 
-def page(runs: Sequence[RunRecord], comparisons: Sequence[Comparison], pictures: Pictures) -> str:
+def page(content: Content) -> str:
     """Returns the page."""
+    runs = content.runs
     heading = runs[0].title if len(runs) == 1 else f"{len(runs)} runs"
     head = el(
         "head",
@@ -39,8 +58,10 @@ def page(runs: Sequence[RunRecord], comparisons: Sequence[Comparison], pictures:
         el("header", *_header(runs, heading)),
         el(
             "main",
-            _results(runs, comparisons, pictures),
-            *(_run(place, run, pictures, is_open=len(runs) <= _FEW_RUNS) for place, run in enumerate(runs)),
+            _overview(content),
+            _published(content.comparisons),
+            _averages(content),
+            el("section", el("h2", "Runs"), *(_run(place, run, content) for place, run in enumerate(runs))),
         ),
         el("footer", _definitions()),
     )
@@ -49,37 +70,54 @@ def page(runs: Sequence[RunRecord], comparisons: Sequence[Comparison], pictures:
 
 def _header(runs: Sequence[RunRecord], heading: str) -> list[Html]:
     made = time.strftime("%Y-%m-%d %H:%M")
-    recipes = list(dict.fromkeys(run.recipe for run in runs))
-    parts = [el("p", f"fastcssl {version('fastcssl')} · report of {made}", class_="eyebrow"), el("h1", heading)]
-    parts.append(el("p", ", ".join(recipes), class_="quiet"))
-    if len(runs) > 1:
-        links = (
-            el("li", el("a", run.title, href=f"#run{place}"), f" · seed {run.seed} · {run.recipe}")
-            for place, run in enumerate(runs)
-        )
-        parts.append(el("nav", el("ul", *links), aria_label="Runs"))
-    return parts
+    return [
+        el("p", f"fastcssl {version('fastcssl')} · report of {made}", class_="eyebrow"),
+        el("h1", heading),
+        el("p", ", ".join(dict.fromkeys(run.recipe for run in runs)), class_="quiet"),
+    ]
 
 
 # ---- Results ---------------------------------------------------------------------------------------------------------
 
 
-def _results(runs: Sequence[RunRecord], comparisons: Sequence[Comparison], pictures: Pictures) -> Html:
-    parts: list[Html] = [el("h2", "Results")]
-    told: set[str] = set()
-    missing = [run for run in runs if not run.evaluations]
+def _overview(content: Content) -> Html:
+    parts: list[Html] = [el("h2", "Overview")]
+    about = dict.fromkeys((table.recipe, table.about) for table in content.comparisons if table.about)
+    parts += [el("p", f"{recipe}: {text}", class_="quiet") for recipe, text in about]
+    missing = [run for run in content.runs if not run.evaluations]
     if missing:
-        parts.append(_not_evaluated(missing, len(runs)))
-    for place, comparison in enumerate(comparisons):
-        parts += [
-            el("h3", f"{comparison.recipe}: {comparison.evaluation}"),
-            el("p", comparison.about, class_="quiet") if comparison.recipe not in told else joined(),
-            _comparison(comparison),
-            _figures(pictures.get(("comparison", str(place)), ())),
-        ]
-        told.add(comparison.recipe)
-    parts += [el("p", text, class_="quiet") for text in lacking(comparisons)]
+        parts.append(_not_evaluated(missing, len(content.runs)))
+    parts += [board(table, content.runs) for table in content.overviews]
+    if content.overviews:
+        parts.append(el("p", *_about_overview(content.overviews), class_="quiet"))
+    parts += [el("p", text, class_="quiet") for text in lacking(content.comparisons)]
     return el("section", *parts)
+
+
+def _about_overview(tables: Sequence[Overview]) -> list[str | Html]:
+    """Returns what the marks mean, and links to the files with the same values."""
+    said: list[str | Html] = []
+    if any(table.is_best(row, place) for table in tables for row in table.rows for place in range(len(row.cells))):
+        others = " Joint training is not counted." if any(row.is_joint for t in tables for row in t.rows) else ""
+        said.append(f"Highlighted: the best run of each column.{others} ")
+    said += ["The same values as files: ", el("a", CSV, href=CSV), ", ", el("a", LATEX, href=LATEX), "."]
+    return said
+
+
+def _published(comparisons: Sequence[Comparison]) -> Html:
+    telling = [comparison for comparison in comparisons if comparison.is_telling]
+    if not telling:
+        return joined()
+    is_published = any(row.published for comparison in telling for row in comparison.rows)
+    parts = [el("h2", "Comparison with published values" if is_published else "Means over seeds")]
+    for comparison in telling:
+        parts += [el("h3", f"{comparison.recipe}: {comparison.evaluation}"), _comparison(comparison)]
+    return el("section", *parts)
+
+
+def _averages(content: Content) -> Html:
+    figures = content.figures("comparison", "")
+    return el("section", el("h2", "Average accuracy after each task"), figures) if figures else joined()
 
 
 def _not_evaluated(missing: Sequence[RunRecord], num_runs: int) -> Html:
@@ -129,24 +167,31 @@ def _comparison(comparison: Comparison) -> Html:
 # ---- One run ---------------------------------------------------------------------------------------------------------
 
 
-def _run(place: int, run: RunRecord, pictures: Pictures, *, is_open: bool) -> Html:
-    parts: list[Html] = []
+def _run(place: int, run: RunRecord, content: Content) -> Html:
+    """Returns a run's section, folded if there are several. A link to its content unfolds it."""
+    parts: list[Html] = [el("p", _state(run)), el("p", run.name, class_="path")]
     bound = run.bound
     if bound is not None:
         parts.append(_bound(bound))
-    for found in run.evaluations:
+    for found, *same in coinciding(run.evaluations):
+        title = evaluation_title(found, _same_probe(run, found), of_row=True)
+        low, high = content.ranges[run.name, found.name]
         parts += [
-            el("h3", evaluation_title(found, _same_probe(run, found), of_row=True)),
+            el("h3", "; ".join((title, *(f"the same: {scope_title(other.scope)}" for other in same)))),
             _evaluated(found),
-            _figures(pictures.get((run.name, found.name), ())),
+            matrix_table(found, low, high),
+            content.figures(run.name, found.name),
         ]
-    parts += [el("h3", "Training"), _tasks(run), _figures(pictures.get((run.name, "training"), ()))]
+    parts += [el("h3", "Training"), _tasks(run), content.figures(run.name, "training")]
     parts.append(el("details", el("summary", f"Configuration, {len(run.values)} values"), _configuration(run)))
-    heading = el("h2", f"{run.title} · seed {run.seed}", id=f"run{place}")
-    facts = joined(el("p", _state(run)), el("p", run.name, class_="path"))
-    if not is_open:
-        parts = [el("details", el("summary", "Accuracies, training and configuration"), *parts)]
-    return el("section", heading, facts, *parts, class_="run")
+    facts = el("span", f"seed {run.seed} · {run.recipe}", class_="quiet")
+    return el(
+        "details",
+        el("summary", el("span", run.title, class_="title"), " ", facts),
+        el("div", *parts, id=f"run{place}"),
+        class_="run",
+        open="" if len(content.runs) == 1 else None,
+    )
 
 
 def _same_probe(run: RunRecord, found: Evaluation) -> list[Evaluation]:
@@ -228,29 +273,20 @@ def _configuration(run: RunRecord) -> Html:
     return el("div", el("table", el("thead", head), el("tbody", *rows)), class_="scroll configuration")
 
 
-def _figures(pictures: Sequence[DrawnPicture]) -> Html:
-    if not pictures:
-        return joined()
-    return el("div", *(_figure(picture) for picture in pictures), class_="figures")
-
-
 def _figure(picture: DrawnPicture) -> Html:
-    wide = float(picture.svg.partition('viewBox="')[2].split()[2]) > 400
-    return el(
-        "figure",
-        el("h4", picture.title),
-        el("div", Html(picture.svg), class_="scroll" if wide else None),
-        el("figcaption", picture.caption),
-        class_="wide" if wide else None,
-    )
+    return el("figure", el("h4", picture.title), Html(picture.svg), el("figcaption", picture.caption))
 
 
 def _definitions() -> Html:
     terms = {name: f"{metric.description}. {metric.better.capitalize()} is better." for name, metric in METRICS.items()}
     rows = [part for name, text in terms.items() for part in (el("dt", name), el("dd", text))]
-    text = "Values are top-1 accuracies in percent. Tasks are counted from 0, as in file names. ± is one standard "
+    text = (
+        "Values are top-1 accuracies in percent. Tasks are counted from 0, as in file names. In a table of tasks, "
+        "those left of the line were already learnt; A is their mean. A random encoder was not trained; chance is "
+        "guessing one of the classes. ± is one standard deviation over seeds."
+    )
     return joined(
         el("h2", "Definitions"),
         el("dl", *rows),
-        el("p", f"{text}deviation over seeds."),
+        el("p", text),
     )

@@ -12,6 +12,7 @@ from fastcssl.report import Report
 from fastcssl.report.comparison import Comparison, lacking, mark
 from fastcssl.runs.bottleneck import NAMES
 from fastcssl.runs.metrics import AVERAGE, compared_metrics
+from fastcssl.runs.overview_table import overview_table
 
 _FEW_RUNS = 4  # more runs than this get a short sentence about their bottleneck
 
@@ -19,7 +20,11 @@ _FEW_RUNS = 4  # more runs than this get a short sentence about their bottleneck
 def summary(found: Report) -> RenderableType:
     """Returns the tables, their notes, the state of each run and the paths of the files."""
     parts: list[RenderableType] = []
+    for table in found.overviews:
+        parts += [Text(table.title, "bold"), overview_table(table)]
     for comparison in found.comparisons:
+        if not comparison.is_telling:
+            continue
         parts += [Text(f"{comparison.recipe}: {comparison.evaluation}", "bold"), _table(comparison)]
         for number, note in enumerate(comparison.notes):
             parts.append(Padding(Text(f"{mark(number)}  {note}", "dim"), (0, 0, 0, 1)))
@@ -39,6 +44,8 @@ def summary(found: Report) -> RenderableType:
             sentence = run.bound.sentence if len(found.runs) <= _FEW_RUNS else share
             parts.append(Padding(Text(sentence), (0, 0, 0, 1)))
     parts += ["", Text.assemble(("page     ", "dim"), str(found.page))]
+    if found.tables:
+        parts.append(Text.assemble(("tables   ", "dim"), ", ".join(map(str, found.tables))))
     if found.pictures:
         count = len(found.pictures)
         parts.append(Text.assemble(("figures  ", "dim"), f"{found.pictures[0].parent} ({count} PNG files)"))

@@ -28,6 +28,13 @@ class Result:
     run: Path
     path: Path  # of the result file
     evaluation: Evaluation
+    data: str = ""  # what the run learnt; a table never mixes data
+
+    @property
+    def is_joint(self) -> bool:
+        """Returns whether the run learnt all tasks at once: a bound for the others rather than a rival."""
+        checkpoints = self.evaluation.checkpoints
+        return len(checkpoints) == 1 and len(checkpoints[0].seen) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +43,18 @@ class Cell:
 
     values: tuple[float, ...] = ()
 
+    @property
+    def mean(self) -> str:
+        """Returns the mean in percent."""
+        return f"{100 * statistics.fmean(self.values):z.2f}" if self.values else "-"
+
+    @property
+    def deviation(self) -> str:
+        """Returns the standard deviation over seeds in percent, or nothing if there are not several."""
+        return f"± {100 * statistics.stdev(self.values):.2f}" if len(self.values) > 1 else ""
+
     def __str__(self) -> str:
-        """Returns the mean in percent, and the standard deviation over seeds if there are several."""
-        if not self.values:
-            return "-"
-        mean = f"{100 * statistics.fmean(self.values):z.2f}"
-        return mean if len(self.values) == 1 else f"{mean} ± {100 * statistics.stdev(self.values):.2f}"
+        return f"{self.mean} {self.deviation}".rstrip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +71,23 @@ class OverviewRow:
 
     name: str
     cells: tuple[Cell, ...]
-    is_reference: bool = False
+    runs: tuple[Path, ...] = ()  # none for a reference
+    is_joint: bool = False
+
+    @property
+    def is_reference(self) -> bool:
+        return not self.runs
+
+    @property
+    def is_rival(self) -> bool:
+        return not self.is_reference and not self.is_joint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """The table of one probe under one setting."""
+    """The table of one probe under one setting, of runs that learnt the same data."""
 
+    data: str  # nothing if all tables are about the same data
     probe: str
     settings: str  # by which it differs from the other tables of the probe
     columns: tuple[OverviewColumn, ...]
@@ -72,25 +95,38 @@ class Overview:
 
     @property
     def title(self) -> str:
-        return f"{self.probe}, {self.settings}" if self.settings else self.probe
+        return ", ".join(part for part in (self.probe, self.settings, self.data) if part)
 
     @property
     def scopes(self) -> list[str]:
         return list(dict.fromkeys(column.scope for column in self.columns))
 
+    def is_best(self, row: OverviewRow, place: int) -> bool:
+        """Returns whether a row has the best value of a column, as shown, among runs that are not joint and differ."""
+        rivals = [float(rival.cells[place].mean) for rival in self.rows if rival.is_rival and rival.cells[place].values]
+        if len(set(rivals)) < 2 or not row.is_rival or not row.cells[place].values:
+            return False
+        best = max(rivals) if self.columns[place].metric.better == "higher" else min(rivals)
+        return float(row.cells[place].mean) == best
+
 
 def overviews(results: Sequence[Result]) -> list[Overview]:
-    """Returns one table per probe and setting, in the order of the results."""
-    by_probe: dict[str, list[Result]] = {}
+    """Returns one table per data, probe and setting, in the order of the results."""
+    by_probe: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        by_probe.setdefault(result.evaluation.probe, []).append(result)
+        by_probe.setdefault((result.data, result.evaluation.probe), []).append(result)
+    several = len({result.data for result in results}) > 1
     found = []
-    for probe, members in by_probe.items():
+    for (data, probe), members in by_probe.items():
         keys = varied_settings([result.evaluation for result in members])
         by_settings: dict[str, list[Result]] = {}
         for result in members:
             by_settings.setdefault(settings_text(result.evaluation, keys), []).append(result)
-        found += [_overview(probe, settings, part) for settings, part in by_settings.items()]
+        for settings, part in by_settings.items():
+            columns = _columns(part)
+            rows = _rows(part, columns)
+            about = data if several else ""
+            found.append(Overview(data=about, probe=probe, settings=settings, columns=columns, rows=rows))
     return found
 
 
@@ -117,32 +153,36 @@ def row_name(run: Path) -> tuple[str, bool]:
     return str(run.parent if is_seed else run), is_seed
 
 
-def _overview(probe: str, settings: str, results: Sequence[Result]) -> Overview:
-    scopes = list(dict.fromkeys(result.evaluation.scope for result in results))
-    columns = [
+def _columns(results: Sequence[Result]) -> tuple[OverviewColumn, ...]:
+    scopes = dict.fromkeys(result.evaluation.scope for result in results)
+    return tuple(
         OverviewColumn(scope=scope, metric=metric)
         for scope in scopes
         for metric in compared_metrics()
         if any(r.evaluation.scope == scope and r.evaluation.metrics.last(metric.name) is not None for r in results)
-    ]
+    )
+
+
+def _rows(results: Sequence[Result], columns: Sequence[OverviewColumn]) -> tuple[OverviewRow, ...]:
     by_row: dict[str, list[Result]] = {}
     for result in results:
         by_row.setdefault(row_name(result.run)[0], []).append(result)
     rows = []
     for name, members in by_row.items():
-        num_runs = len({result.run for result in members})
+        runs = tuple(dict.fromkeys(result.run for result in members))
         rows.append(
             OverviewRow(
-                name=f"{name}, {num_runs} seeds" if num_runs > 1 else str(members[0].run),
+                name=f"{name}, {len(runs)} seeds" if len(runs) > 1 else str(runs[0]),
                 cells=tuple(_cell(members, column) for column in columns),
+                runs=runs,
+                is_joint=any(result.is_joint for result in members),
             )
         )
     for name in ("random", "chance"):
         reference = tuple(_reference(results, column, name) for column in columns)
         if any(cell.values for cell in reference):
-            shown = "random encoder" if name == "random" else name
-            rows.append(OverviewRow(name=shown, cells=reference, is_reference=True))
-    return Overview(probe=probe, settings=settings, columns=tuple(columns), rows=tuple(rows))
+            rows.append(OverviewRow(name="random encoder" if name == "random" else name, cells=reference))
+    return tuple(rows)
 
 
 def _cell(members: Sequence[Result], column: OverviewColumn) -> Cell:

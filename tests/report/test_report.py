@@ -21,7 +21,7 @@ from small_runs import tiny
 from fastcssl.cli.report import main
 from fastcssl.errors import UserError
 from fastcssl.report import Report, report_runs
-from fastcssl.report.figures import LINES, NAMES
+from fastcssl.report.drawing import LINES, NAMES
 from fastcssl.report.runs import found_runs, read_run
 from fastcssl.report.summary import summary
 
@@ -52,8 +52,9 @@ class _Page(HTMLParser):
             if key == "id":
                 self.ids.append(value or "")
             if key in ("href", "xlink:href"):
-                assert value and value.startswith("#"), f"{tag} leads to {value}"
-                self.refers.append(value[1:])
+                if value not in ("overview.csv", "overview.tex"):  # files beside it, which it does not need
+                    assert value and value.startswith("#"), f"{tag} leads to {value}"
+                    self.refers.append(value[1:])
             self.refers += re.findall(r"url\(#([^)]+)\)", value or "")
 
     def handle_endtag(self, tag: str) -> None:
@@ -115,14 +116,39 @@ def test_the_page_is_whole_and_needs_nothing_else(many: Report) -> None:
     page = checked(many.page)
     text = seen(page)
     assert "7 runs" in text
-    assert page.tags.count("svg") == len(many.pictures) == len(list(many.page.parent.glob("figures/*.png")))
+    assert len(many.pictures) == len(list(many.page.parent.glob("figures/*.png")))
     # Averages and the first task.
     # A matrix, curves, training and speed of each; the joint run has no curves, the last only its training.
     assert len(many.pictures) == 2 + 4 * 4 + 2 + 3 + 4 + 2
+    num_matrices = sum(path.stem.endswith("matrix") for path in many.pictures)
+    assert num_matrices == many.page.read_text().count('class="matrix"') == 7
+    assert page.tags.count("svg") == len(many.pictures) - num_matrices
     for path in many.pictures:
         with Image.open(path) as picture:
             picture.verify()
             assert picture.width >= 1000
+
+
+def test_the_overview_comes_first_and_marks_the_best(many: Report) -> None:
+    text = many.page.read_text()
+    assert text.index("<h2>Overview") < text.index("<h2>Comparison with published values") < text.index("<h2>Runs")
+    first = text[text.index('class="board"') : text.index("</table>")]
+    rows = {title: row for row in first.split("<tr")[3:] for title in re.findall(r'href="#run\d+">([^<]+)', row)}
+    assert list(rows) == ["MoCo + fine-tune", "MoCo + PNR", "MoCo + joint"]
+    assert ["average best" in row for row in rows.values()] == [False, True, False]  # joint is a bound, not a rival
+    assert "Joint training is not counted" in text and text.count('<details class="run">') == 7
+    assert [path.name for path in many.tables] == ["overview.csv", "overview.tex"]
+    assert len(many.tables[0].read_text().splitlines()) == 1 + 7
+    assert r"\toprule" in many.tables[1].read_text()
+
+
+def test_scopes_that_coincide_are_shown_once(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    for scope in ("domain-aware", "per-task"):
+        evaluated(run, scope=scope)
+    found = report_runs([run])
+    assert found.page.read_text().count('class="matrix"') == 1
+    assert "the same: classes of each task" in seen(checked(found.page))
 
 
 def test_names_are_text_and_not_markup(many: Report) -> None:
@@ -187,7 +213,7 @@ def test_a_real_run_from_training_to_the_page(tmp_path: Path) -> None:
     train_run(tiny(online_probe="every=0"), data, tmp_path / "run")
     found = report_runs([tmp_path / "run"])
     text = seen(checked(found.page))
-    assert "MoCo + PNR · seed 5" in text and "Bottleneck: " in text and "online linear %" in text
+    assert "MoCo + PNR seed 5" in text and "Bottleneck: " in text and "online linear %" in text
     assert found.runs[0].machine.loader == "resident"
 
 
@@ -315,7 +341,7 @@ frame.addEventListener("load", () => {{
     found = json.loads(re.search(r'<pre id="found">(\{.*?\})</pre>', done.stdout)[1])  # type: ignore[index]
     assert found["scroll"] <= found["width"] <= width
     assert found["asked"] == 0 and found["low"] == 0
-    assert found["svgs"] == len(many.pictures)
+    assert found["svgs"] == sum(not path.stem.endswith("matrix") for path in many.pictures)
     assert "CONSOLE" not in done.stderr, done.stderr
 
 

@@ -10,10 +10,12 @@ from fastcssl.config.config import ExpectConfig, plain
 from fastcssl.config.recipes import RECIPES, recipe, settled
 from fastcssl.report import report_runs
 from fastcssl.report.comparison import Value, _is_beside, _plain, compared, mark, shown
-from fastcssl.report.figures import short_names
+from fastcssl.report.figures import averages
 from fastcssl.report.markup import Html, el, joined
+from fastcssl.report.matrix import short_names
 from fastcssl.report.published import PUBLISHED, published
 from fastcssl.report.runs import _flat, read_run
+from fastcssl.runs.results import References
 
 
 def test_seeds_are_averaged_and_other_settings_are_not(tmp_path: Path) -> None:
@@ -147,3 +149,18 @@ def test_settings_of_a_recipe_on_other_data_are_said_to_be_that(tmp_path: Path) 
 def test_a_flag_in_a_sentence_stays_on_one_line() -> None:
     assert joined("Use --optim.lr 1 <b>.") == 'Use <span class="flag">--optim.lr</span> 1 &lt;b&gt;.'
     assert joined("a -- b, x--y") == "a -- b, x--y"
+
+
+def test_a_random_encoder_and_chance_are_averaged_over_the_tasks_learnt(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    found = evaluated(run)
+    reference = References(random=[0.1, 0.2, 0.6], chance=[0.05] * 3)
+    dataclasses.replace(found, reference=reference).save(run)
+    (table,) = compared([read_run(run)])
+    assert table.references == {
+        "random encoder": pytest.approx([10.0, 15.0, 30.0]),
+        "chance": pytest.approx([5.0, 5.0, 5.0]),
+    }
+    drawn = averages("figure", "title", table).drawn()
+    for words in ("random encoder", "chance"):
+        assert words in drawn.svg

@@ -59,3 +59,22 @@ def test_latex_is_escaped_and_has_as_many_cells_as_columns() -> None:
     body = [line for line in text.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
     assert {line.count(" & ") + line.startswith("& ") for line in body} == {2} and text.count("toprule") == 1
     assert r"$A\uparrow$" in text and r"$S\downarrow$" in text and "-- " in text
+
+
+def test_the_best_run_is_marked_unless_runs_are_equal_or_joint() -> None:
+    joint = result("runs/joint", 0.9)
+    all_tasks = replace(joint.evaluation.checkpoints[0], seen=[0, 1])
+    made = joint.evaluation
+    joint = replace(joint, evaluation=replace(made, checkpoints=[all_tasks], metrics=replace(made.metrics, A=[0.9])))
+    (table,) = overviews([result("runs/a", 0.5), joint, result("runs/b", 0.7)])
+    assert [[table.is_best(row, place) for row in table.rows] for place in (0, 1)] == [
+        [False, False, True, False],  # A; the last row is the random encoder
+        [False] * 4,  # S is equal
+    ]
+    (alone,) = overviews([result("runs/a"), joint])
+    assert not any(alone.is_best(row, 0) for row in alone.rows)
+
+
+def test_runs_on_other_data_have_a_table_of_their_own() -> None:
+    tables = overviews([replace(result("runs/a"), data="cifar"), replace(result("runs/b"), data="pacs")])
+    assert [(table.title, len(table.rows)) for table in tables] == [("linear, cifar", 2), ("linear, pacs", 2)]
