@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fastcssl.evaluate.options import Progress
 from fastcssl.runs.display import duration
-from fastcssl.runs.log import RunFolderError
+from fastcssl.runs.ownership import RunFolderError
 from fastcssl.runs.status import read_status
 
 if TYPE_CHECKING:
