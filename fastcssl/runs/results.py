@@ -171,7 +171,7 @@ def load_evaluation(path: Path) -> Evaluation:
             "Delete it and run fastcssl-eval again."
         )
     try:
-        found: Evaluation = typed(Evaluation, content | _metric_fields(content), str(path))
+        found: Evaluation = typed(Evaluation, content | _metric_fields(content) | _reference_fields(content), str(path))
     except ManifestError as error:
         raise ResultError(f"{error} Delete the file and run fastcssl-eval again.") from None
     _check(found, str(path))
@@ -188,6 +188,12 @@ def _metric_fields(content: dict[str, Any]) -> dict[str, Any]:
         return {}
     fields = {key: stored[key] for key in (AVERAGE.name, "missing") if key in stored}
     return {"metrics": fields | {"numbers": {row.name: stored.get(row.name) for row in single_metrics()}}}
+
+
+def _reference_fields(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entry `reference` of a file. Files before fastcssl recorded chance become None there."""
+    stored = content.get("reference")
+    return {"reference": {"chance": None} | stored} if isinstance(stored, dict) else {}
 
 
 def evaluations(run: Path) -> Iterator[tuple[Path, Evaluation]]:

@@ -213,13 +213,13 @@ def _with_table(folder: Path, change: Callable[[Any], Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t["label"].__setitem__(3, 30), "sample 3 has the label 30, but the manifest names 30"),
+        (lambda t: t["label"].__setitem__(3, 30), "sample 3 has the label 30, but the manifest lists 30"),
         (lambda t: t["label"].__setitem__(3, -1), "sample 3 has the label -1"),
         (lambda t: t["domain"].__setitem__(3, 4), "sample 3 has the domain 4"),
-        (lambda t: t["width"].__setitem__(3, 0), "sample 3 is stored but has no pixels"),
+        (lambda t: t["width"].__setitem__(3, 0), "sample 3 has the width 0, although it is stored"),
         (lambda t: t["id"].__setitem__(3, 2), "not in rising order"),
-        (lambda t: t.reshape(-1, 2), "has the shape (120, 2)"),
-        (lambda t: t[:-1], "has the shape (239,)"),
+        (lambda t: t.reshape(-1, 2), "are not (120, 2) rows of its columns"),
+        (lambda t: t[:-1], "has 239 rows, but the manifest says 240 samples"),
     ],
 )
 def test_a_table_out_of_range(built: Path, change: Any, says: str) -> None:

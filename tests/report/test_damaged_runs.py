@@ -17,7 +17,7 @@ from fastcssl.learn.encoder_file import save_encoder
 from fastcssl.learn.encoders import EncoderConfig
 from fastcssl.learn.nets import build_encoder
 from fastcssl.report.comparison import compared
-from fastcssl.report.page import page
+from fastcssl.report.page import Content, page
 from fastcssl.report.runs import read_run
 from fastcssl.runs.log import RunLog
 from fastcssl.runs.results import load_evaluation
@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> Path:
 
 def _reported(folder: Path) -> None:
     records = [read_run(folder)]
-    page(records, compared(records), {})
+    page(Content(runs=records, overviews=[], comparisons=compared(records), pictures={}, ranges={}))
 
 
 def test_status_json(run: Path) -> None:

@@ -36,6 +36,14 @@ def test_the_name_tells_evaluations_apart() -> None:
     assert result_name("linear", "all", {"a": 1, "b": 2}, "") == result_name("linear", "all", {"b": 2, "a": 1}, "")
 
 
+def test_a_file_without_chance_still_opens(tmp_path: Path) -> None:
+    path = evaluation().save(tmp_path)
+    content = json.loads(path.read_text())
+    del content["reference"]["chance"]
+    path.write_text(json.dumps(content))
+    assert load_evaluation(path) == evaluation()
+
+
 def test_a_half_written_file(tmp_path: Path) -> None:
     path = evaluation().save(tmp_path)
     whole = path.read_bytes()
