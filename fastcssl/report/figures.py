@@ -53,9 +53,10 @@ def matrix(name: str, found: Evaluation, low: float, high: float) -> Picture:
     labels = [*(after(found, t) for t in range(num_rows)), *(title for title, _ in below)]
 
     def make() -> Figure:
-        width = WIDTH * max(1.0, (num_columns + 2) / 14)
-        height = 0.75 + 0.34 * len(labels)
         left = 0.34 + 0.076 * max(map(len, labels))
+        cell = max(0.4, 0.08 + 0.08 * max(map(len, short_names(found))))
+        width = max(WIDTH, left + cell * (num_columns + 1.7))
+        height = 0.75 + 0.34 * len(labels)
         figure = Figure(figsize=(width, height))
         axes = figure.add_axes((left / width, 0.05 / height, 1 - (left + 0.05) / width, 1 - 0.72 / height))
         axes.grid(False)
@@ -122,7 +123,7 @@ def curves(name: str, found: Evaluation) -> Picture:
         axes.set_xticks(rows, [after(found, t) for t in rows])
         axes.set_xlabel("after task")
         axes.set_ylabel("accuracy in %")
-        arrange(figure, columns=4 if num_lines > 2 else 3)
+        arrange(figure, columns=3)
         return figure
 
     caption = (
