@@ -5,9 +5,11 @@ stays open, because a data set may have more shards than a process may have open
 """
 
 import os
+import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,3 +70,19 @@ def _fill(path: Path, file: int, offset: int, room: memoryview) -> None:
 
 def _shrunk(path: Path, size: int) -> OSError:
     return OSError(f"{path} ended at byte {size} while it was read")
+
+
+def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Returns shape, whether the order is Fortran's, and type of a .npy file. The next byte is the array's first.
+
+    Raises ValueError whatever is wrong: numpy tokenizes a header that it cannot parse, with errors of its own.
+    """
+    try:
+        version = np.lib.format.read_magic(file)
+        if version == (1, 0):
+            return np.lib.format.read_array_header_1_0(file)
+        if version == (2, 0):
+            return np.lib.format.read_array_header_2_0(file)
+    except (tokenize.TokenError, SyntaxError, TypeError, EOFError, OverflowError, MemoryError, RecursionError) as error:
+        raise ValueError(f"its header is damaged: {error}") from None
+    raise ValueError(f"it has version {version} of the format, which is not used here")

@@ -18,6 +18,7 @@ from dataprep.contract import num_samples
 from dataprep.errors import unreadable
 from dataprep.manifest import Manifest, ManifestError, settle
 from dataprep.places import check_places
+from dataprep.reading import array_header
 from dataprep.samples import Samples
 
 Table = npt.NDArray[np.void]
@@ -100,10 +101,8 @@ def _parsed(content: npt.NDArray[np.uint8], path: Path) -> Table:
     """Returns a .npy file of rows without copying it. The header may promise only what the file has."""
     header = io.BytesIO(content[:_MAX_HEADER_BYTES].tobytes())
     try:
-        version = np.lib.format.read_magic(header)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(header)
-    except (ValueError, EOFError) as error:
+        shape, _, dtype = array_header(header)
+    except ValueError as error:
         raise ManifestError(f"{path} cannot be read ({error}). {_RESTORE}") from None
     body = content[header.tell() :]
     if len(shape) != 1 or dtype.hasobject or shape[0] * dtype.itemsize != len(body):

@@ -69,6 +69,7 @@ void watch_for_lost_pages() {
 }
 
 bool copy_mapped(void* to, const void* from, std::size_t size) {
+  if (size == 0) return true;  // `to` may be null
   Copy copy;
   copy.begin = reinterpret_cast<std::uintptr_t>(from) / page_bytes() * page_bytes();
   copy.end = reinterpret_cast<std::uintptr_t>(from) + size;

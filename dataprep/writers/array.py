@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dataprep.encode import Encoded
 from dataprep.imagefile import Pixels
-from dataprep.reading import read_rows
+from dataprep.reading import array_header, read_rows
 from dataprep.table import Table
 from dataprep.writers import Place, Record, ShardDamage
 
@@ -69,16 +69,14 @@ class ArrayReader:
     def __init__(self, shard: Path) -> None:
         self._shard = shard
         with shard.open("rb") as file:
-            if np.lib.format.read_magic(file) != (1, 0):
-                raise ValueError("its header is not that of a shard")
-            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            shape, is_fortran, dtype = array_header(file)
             self.offset = file.tell()  # of the first image
             num_bytes = os.fstat(file.fileno()).st_size - self.offset
         if len(shape) != 4 or shape[3] != 3 or min(shape) < 1 or is_fortran or dtype != np.uint8:
             raise ValueError(f"its header says {shape} of {dtype}, which are not images")
         if math.prod(shape) != num_bytes:
             raise ValueError(f"its header says {shape}, but {num_bytes} bytes follow")
-        self.shape: tuple[int, int, int, int] = shape
+        self.shape: tuple[int, int, int, int] = (shape[0], shape[1], shape[2], shape[3])
 
     def content(self, row: np.void | Table) -> Pixels:
         """Returns the image of a row, or the images of several."""

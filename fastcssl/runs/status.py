@@ -86,7 +86,7 @@ def read_status(folder: Path) -> Status:
     remedy = "Resuming the run writes it again."
     try:
         status = record_of(Status, read_object(path, remedy))
-        if not all_finite([status.started, status.updated, status.seconds_left]):
+        if not all_finite([status.started, status.updated, status.seconds_left, status.seconds]):
             raise ValueError("a time is not finite")
     except ValueError as error:
         raise RunFolderError(f"{path} cannot be read ({error}). {remedy}") from None

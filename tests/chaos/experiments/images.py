@@ -8,6 +8,8 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
+from PIL import Image
+
 from chaos import specimens
 from chaos.experiment import Fault, Outcome
 from chaos.nursery import Errand, nursery
@@ -71,6 +73,7 @@ def _write_mutants(source: Path, format: str, rng: random.Random) -> None:
     suffix = "pgm" if format == "PGM" else specimens.SUFFIX.get(format, "jpg")
     folder = source / "class"
     folder.mkdir(parents=True)
+    Image.new("RGB", (32, 32), (200, 30, 60)).save(folder / "whole.png")  # a build needs one that can be decoded
     for number in range(NUM_MUTANTS):
         (folder / f"{number:03d}.{suffix}").write_bytes(specimens.mutant(files, rng))
 
@@ -85,9 +88,9 @@ def _miscounted(out: Path) -> list[str]:
     manifest = json.loads((out / "manifest.json").read_text())
     stored = sum(shard["count"] for shard in manifest["shards"])
     quarantined = len(manifest["quarantine"])
-    if stored + quarantined == NUM_MUTANTS:
+    if stored + quarantined == NUM_MUTANTS + 1:
         return []
-    return [f"{NUM_MUTANTS} files became {stored} stored and {quarantined} quarantined samples"]
+    return [f"{NUM_MUTANTS + 1} files became {stored} stored and {quarantined} quarantined samples"]
 
 
 EXPERIMENT = Images()

@@ -129,7 +129,7 @@ def _store(content: bytes) -> str:
         )
         codec.submit_file(content)
         try:
-            results.append(codec.pop().status.name)
+            results.append(codec.pop(10.0).status.name)
         except Exception as error:
             return f"raised {type(error).__name__}: {error}"
     return "/".join(sorted(set(results)))
