@@ -252,8 +252,8 @@ def _files(root: Path) -> dict[str, bytes]:
 
 
 def _results(root: Path) -> dict[str, str]:
-    """Returns the text of all results, without how long they took and the command, which names the run's folder."""
-    ours = re.compile(r'^ *"(?:seconds|command)": .*$', re.MULTILINE)
+    """Returns the text of all results, without how long they took, the command and the commit of the code."""
+    ours = re.compile(r'^ *"(?:seconds|command|commit)": .*$', re.MULTILINE)
     return {path.name: ours.sub("", path.read_text()) for path in sorted((root / "evaluations").glob("*.json"))}
 
 
