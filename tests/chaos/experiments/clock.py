@@ -1,9 +1,9 @@
 """Lets the clock of the machine jump by hours under prep, training, evaluation and the status."""
 
-import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from chaos.experiment import Fault, Outcome
 from chaos.small_training import (
@@ -174,16 +173,17 @@ def _prep(fault: ClockFault, folder: Path, scratch: Path) -> tuple[list[str], st
 
 
 def _eval(fault: ClockFault, folder: Path, scratch: Path) -> tuple[list[str], str]:
-    run = _reference(folder, SmallTraining(folder / "data"))
-    out = scratch / "results"
+    run, out = _reference(folder, SmallTraining(folder / "data")), scratch / "run"
 
-    def command(out: Path) -> list[str]:
-        return [sys.executable, "-m", _EVAL, str(run), "--probe", "knn", "--device", "cpu", "--out", str(out)]
+    def command(run: Path) -> list[str]:
+        return [sys.executable, "-m", _EVAL, str(run), "--probe", "knn", "--device", "cpu"]
 
     def evaluate(fresh: Path) -> None:
+        shutil.copytree(run, fresh)
         subprocess.run(command(fresh), check=True, stdout=subprocess.DEVNULL)
 
-    reference = made_once(folder / "results", evaluate)
+    reference = made_once(folder / "evaluated", evaluate)
+    shutil.copytree(run, out)
     process = _Process(command(out), scratch, fault.first)
     time.sleep(10 * fault.delay_s)
     process.set_clock(fault.then)
@@ -251,12 +251,10 @@ def _files(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def _results(root: Path) -> dict[str, Any]:
-    """Returns the contents of all results, without how long things took."""
-    found = {path.name: json.loads(path.read_bytes()) for path in sorted(root.rglob("*.json"))}
-    return {
-        name: {key: value for key, value in content.items() if "seconds" not in key} for name, content in found.items()
-    }
+def _results(root: Path) -> dict[str, str]:
+    """Returns the text of all results, without how long they took, the command and the commit of the code."""
+    ours = re.compile(r'^ *"(?:seconds|command|commit)": .*$', re.MULTILINE)
+    return {path.name: ours.sub("", path.read_text()) for path in sorted((root / "evaluations").glob("*.json"))}
 
 
 EXPERIMENT = ClockExperiment()
