@@ -1,9 +1,9 @@
 """fastcssl-prep: build | split | verify | inspect."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from dataprep.startup import catch_signals
+    from dataprep.startup import begin_command
 
-    catch_signals()
+    begin_command()
 
 import signal
 import sys
@@ -175,9 +175,12 @@ def main(args: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     console, errors = Console(soft_wrap=not sys.stdout.isatty()), Console(stderr=True, soft_wrap=True)
     args = sys.argv[1:] if args is None else args
-    if help.is_asked(args):
-        Console().print(_PAGES[next((arg for arg in args if arg in _PAGES), "")])
+    if help.is_version_asked(args):
+        Console().print(help.version(), highlight=False)
         return 0
+    if help.is_asked(args) or not args:
+        Console().print(_PAGES[next((arg for arg in args if arg in _PAGES), "")])
+        return 0 if args else 2
     command: Build | Resplit | Verify | Inspect = tyro.cli(
         Command, prog=PROG, args=args, config=(tyro.conf.FlagCreatePairsOff,)
     )

@@ -1,11 +1,11 @@
 """The entry point of fastcssl-prep. Signals are caught before anything slow is imported."""
 
-from dataprep.startup import catch_signals
+from dataprep.startup import begin_command
 
 
 def prep() -> int:
     """Runs fastcssl-prep and returns its exit status."""
-    catch_signals()
+    begin_command()
     from dataprep.cli import main
 
     return main()

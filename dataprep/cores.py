@@ -53,10 +53,13 @@ def _quota_of(folder: Path) -> float:
         return math.inf
 
 
-def wait_patiently(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes OpenMP's threads sleep while they wait, unless the user chose otherwise. Must precede `import torch`.
+def share_cores(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Makes OpenMP's threads sleep while they wait, and no more of them than there are cores.
 
-    Otherwise a step that takes 0.1 s on two free cores can take seconds as soon as another program uses one of them.
+    It must precede `import torch`, and leaves what the user chose. Otherwise a step that takes 0.1 s on two free cores
+    can take seconds as soon as another program uses one of them, or inside a container that grants two cores of many.
     """
     if not any(name in environment for name in _PATIENT):
         environment.update(_PATIENT)
+    if (granted := usable_cores()) < len(os.sched_getaffinity(0)):
+        environment.setdefault("OMP_NUM_THREADS", str(granted))

@@ -4,6 +4,7 @@ tyro parses the command line. The page is our own, so that it is short and has t
 """
 
 import dataclasses
+import importlib.metadata
 import inspect
 import re
 import typing
@@ -30,6 +31,16 @@ class Flag:
 def is_asked(args: Sequence[str]) -> bool:
     """Returns whether the arguments ask for help."""
     return any(arg in ("-h", "--help") for arg in args)
+
+
+def is_version_asked(args: Sequence[str]) -> bool:
+    """Returns whether the arguments ask for the version."""
+    return "--version" in args
+
+
+def version() -> str:
+    """Returns the line that --version prints."""
+    return f"fastcssl {importlib.metadata.version('fastcssl')}"
 
 
 def page(options: type, usage: str, examples: Sequence[str] = ()) -> RenderableType:

@@ -1,6 +1,6 @@
-"""Ends a command with a sentence if a signal arrives before the command handles signals itself, as during imports.
+"""Prepares a command: how signals end it before it handles them itself, and how its threads use the cores.
 
-Nothing slow is imported here, because a command calls `catch_signals` before it imports anything else.
+Nothing slow is imported here, because a command calls `begin_command` before it imports anything else.
 """
 
 import os
@@ -10,9 +10,17 @@ import threading
 from contextlib import suppress
 from types import FrameType
 
+from dataprep.cores import share_cores
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _SHOW_CURSOR = "\x1b[?25h"
 _is_ending = threading.Lock()
+
+
+def begin_command() -> None:
+    """Catches signals and makes threads patient. Must precede `import torch`, which reads the environment."""
+    catch_signals()
+    share_cores()
 
 
 def catch_signals() -> None:

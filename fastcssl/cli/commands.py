@@ -1,11 +1,11 @@
 """The entry points of the commands. Signals are caught before anything slow, such as torch, is imported."""
 
-from dataprep.startup import catch_signals
+from dataprep.startup import begin_command
 
 
 def train() -> int:
     """Runs fastcssl-train and returns its exit status."""
-    catch_signals()
+    begin_command()
     from fastcssl.cli.train import main
 
     return main()
@@ -13,7 +13,7 @@ def train() -> int:
 
 def eval_() -> int:
     """Runs fastcssl-eval and returns its exit status."""
-    catch_signals()
+    begin_command()
     from fastcssl.cli.eval import main
 
     return main()
@@ -21,7 +21,7 @@ def eval_() -> int:
 
 def report() -> int:
     """Runs fastcssl-report and returns its exit status."""
-    catch_signals()
+    begin_command()
     from fastcssl.cli.report import main
 
     return main()
@@ -29,7 +29,7 @@ def report() -> int:
 
 def doctor() -> int:
     """Runs fastcssl-doctor and returns its exit status."""
-    catch_signals()
+    begin_command()
     from fastcssl.cli.doctor import main
 
     return main()
@@ -37,7 +37,7 @@ def doctor() -> int:
 
 def demo() -> int:
     """Runs fastcssl-demo and returns its exit status."""
-    catch_signals()
+    begin_command()
     from fastcssl.cli.demo import main
 
     return main()

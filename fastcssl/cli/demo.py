@@ -1,9 +1,9 @@
 """fastcssl-demo: shows in a few minutes, on the embedded images, what the other commands do. `make demo` runs it."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from dataprep.startup import catch_signals
+    from dataprep.startup import begin_command
 
-    catch_signals()
+    begin_command()
 
 import dataclasses
 import json
@@ -93,6 +93,9 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(words: list[str], console: Console) -> int:
+    if help.is_version_asked(words):
+        console.print(help.version(), highlight=False)
+        return ExitCode.OK
     if help.is_asked(words):
         console.print(help.page(DemoOptions, f"{PROG} [--out DIR] [--seed N]", [f"{PROG} --seed 6"]))
         return ExitCode.OK

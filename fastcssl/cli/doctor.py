@@ -1,9 +1,9 @@
 """fastcssl-doctor: reports what works on this machine, what is missing, and how to fix it."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from dataprep.startup import catch_signals
+    from dataprep.startup import begin_command
 
-    catch_signals()
+    begin_command()
 
 import json
 import sys
@@ -40,6 +40,9 @@ class DoctorOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
+    if help.is_version_asked(words):
+        Console().print(help.version(), highlight=False)
+        return ExitCode.OK
     if help.is_asked(words):
         usage = f"{PROG} [--data DIR] [--full] [--json]"
         Console().print(help.page(DoctorOptions, usage, [f"{PROG} --data /data/in100"]))

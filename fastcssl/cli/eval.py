@@ -1,9 +1,9 @@
 """fastcssl-eval RUN [RUN...]: measures what the encoders of runs have learnt. See --help."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from dataprep.startup import catch_signals
+    from dataprep.startup import begin_command
 
-    catch_signals()
+    begin_command()
 
 import shlex
 import sys
@@ -131,9 +131,12 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(words: list[str], console: Console) -> int:
-    if help.is_asked(words):
-        console.print(help.page(EvalOptions, f"{PROG} RUN [RUN...] [FLAGS]", _EXAMPLES))
+    if help.is_version_asked(words):
+        console.print(help.version(), highlight=False)
         return ExitCode.OK
+    if help.is_asked(words) or not words:
+        console.print(help.page(EvalOptions, f"{PROG} RUN [RUN...] [FLAGS]", _EXAMPLES))
+        return ExitCode.OK if words else ExitCode.MISTAKE
     options = tyro.cli(EvalOptions, prog=PROG, args=words, console_outputs=not console.quiet)
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")

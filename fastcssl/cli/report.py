@@ -1,9 +1,9 @@
 """fastcssl-report RUN [RUN...] [--out DIR]: shows runs as tables and figures, on one page and in the terminal."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from dataprep.startup import catch_signals
+    from dataprep.startup import begin_command
 
-    catch_signals()
+    begin_command()
 
 import sys
 from dataclasses import dataclass
@@ -46,9 +46,12 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(words: list[str], console: Console) -> int:
-    if help.is_asked(words):
-        console.print(help.page(ReportOptions, f"{PROG} RUN [RUN...] [--out DIR]", [f"{PROG} runs/pnr runs/cassle"]))
+    if help.is_version_asked(words):
+        console.print(help.version(), highlight=False)
         return ExitCode.OK
+    if help.is_asked(words) or not words:
+        console.print(help.page(ReportOptions, f"{PROG} RUN [RUN...] [--out DIR]", [f"{PROG} runs/pnr runs/cassle"]))
+        return ExitCode.OK if words else ExitCode.MISTAKE
     options = tyro.cli(ReportOptions, prog=PROG, args=words)
     if not options.runs:
         raise UserError(f"Give a run: {PROG} RUN [RUN...]. See {PROG} --help.")

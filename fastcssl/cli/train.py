@@ -1,9 +1,9 @@
 """fastcssl-train RECIPE METHOD STRATEGY --data DIR: trains an encoder. Also --list, --dry-run and status RUN."""
 
 if __name__ == "__main__":  # before the imports, which take seconds
-    from dataprep.startup import catch_signals
+    from dataprep.startup import begin_command
 
-    catch_signals()
+    begin_command()
 
 import dataclasses
 import statistics
@@ -19,6 +19,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from dataprep import help
 from dataprep.suggest import nearest
 from fastcssl.cli.declared import UNREADABLE, check_flags, epochs_of
 from fastcssl.cli.exit_codes import ExitCode, after_signal, ended, explained, together
@@ -71,6 +72,9 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(args: list[str], console: Console) -> int:
+    if help.is_version_asked(args):
+        console.print(help.version(), highlight=False)
+        return ExitCode.OK
     if args[:1] == ["status"]:
         return _status(args[1:], console)
     settings, args = _settings(args)
@@ -85,7 +89,7 @@ def _run(args: list[str], console: Console) -> int:
             return ExitCode.OK
         words += _LISTED[len(words) - 1 :]
     elif len(words) < 3:
-        if wants_help or not words:
+        if wants_help or not (words or args):
             console.print(usage(words))
             return ExitCode.OK if wants_help else ExitCode.MISTAKE
         raise UserError(_missing(words))

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from dataprep import cli as prep
-from fastcssl.cli import doctor, report
+from fastcssl import __version__
+from fastcssl.cli import demo, doctor, report, train
 from fastcssl.cli import eval as evaluate
 
 Main = Callable[[list[str]], int]
@@ -41,3 +42,16 @@ def test_the_menu_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert prep.main(["-h"]) == 0
     text = capsys.readouterr().out
     assert all(f"\n{verb} " in text for verb in ("build", "split", "verify", "inspect"))
+
+
+@pytest.mark.parametrize("main", [prep.main, evaluate.main, report.main, train.main], ids=lambda it: it.__module__)
+def test_a_bare_command_shows_its_usage_and_a_version_is_one_line(
+    main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([]) == 2 and capsys.readouterr().out.startswith("usage: fastcssl-")
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"fastcssl {__version__}\n"
+
+
+def test_the_doctor_and_the_demo_have_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    for main in (doctor.main, demo.main):
+        assert main(["--version"]) == 0 and capsys.readouterr().out == f"fastcssl {__version__}\n"

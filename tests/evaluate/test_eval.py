@@ -346,7 +346,7 @@ def test_the_papers_downstream_recipes_see_96_px(copied: Trained) -> None:
 
 
 def test_runs_that_cannot_be_evaluated(copied: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, says="Give a run")
+    refused(capsys, "--k", 3, says="Give a run")
     refused(capsys, tmp_path / "nothing", says="neither a run of fastcssl-train")
     refused(capsys, copied.run, copied.run, says="is given twice")
     refused(capsys, copied.run, "--references", copied.run, says="it holds no finished run of a single task")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dataprep import cores
-from dataprep.cores import usable_cores, wait_patiently
+from dataprep.cores import share_cores, usable_cores
 
 
 def quota_2(root: Path, group: str, text: str) -> None:
@@ -60,10 +60,22 @@ def test_without_cgroups_the_bound_cores_count(tmp_path: Path, monkeypatch: pyte
     assert usable_cores(tmp_path, tmp_path / "nothing") == 1
 
 
-def test_a_user_may_choose_how_threads_wait() -> None:
+def test_a_user_may_choose_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: len(os.sched_getaffinity(0)))
     chosen: dict[str, str] = {}
-    wait_patiently(chosen)
+    share_cores(chosen)
     assert chosen == cores._PATIENT
     chosen = {"OMP_WAIT_POLICY": "ACTIVE"}
-    wait_patiently(chosen)
+    share_cores(chosen)
     assert chosen == {"OMP_WAIT_POLICY": "ACTIVE"}
+
+
+@pytest.mark.usefixtures("many")
+def test_a_container_has_as_many_threads_as_it_is_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    chosen: dict[str, str] = {}
+    share_cores(chosen)
+    assert chosen["OMP_NUM_THREADS"] == "4"
+    chosen = {"OMP_NUM_THREADS": "2"}
+    share_cores(chosen)
+    assert chosen["OMP_NUM_THREADS"] == "2"
