@@ -358,7 +358,7 @@ def test_listing_needs_no_torch() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-styles", "own-small"])
+@pytest.mark.parametrize("name", ["demo-styles", "own-small"])
 def test_the_learning_rate_warms_up_to_its_peak(name: str) -> None:
     config = recipe(name, "moco", "pnr").config
     assert config.optim.warmup_start_lr < lr_peak(config.optim, config.batch_size)

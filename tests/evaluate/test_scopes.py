@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from small_runs import prepared
 
-from dataprep.manifest import TaskSplit, format_ids
+from dataprep.id_ranges import format_ids
+from dataprep.manifest import TaskSplit
 from fastcssl.data.prepared import Prepared
 from fastcssl.errors import UserError
 from fastcssl.evaluate.scopes import merged, plan, stratified_share
