@@ -135,23 +135,25 @@ def show(found: "DemoFindings", out: Path, console: Console) -> None:
 def closing_table(found: "DemoFindings") -> Table:
     """Returns the accuracies of the baselines and of both encoders, in percent."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("k-NN top-1 in %", no_wrap=True)
-    for name in (*found.tasks, "A", "S"):
+    table.add_column("top-1 in %", no_wrap=True)
+    for name in (*found.tasks, "A", "S", "S k-NN"):
         table.add_column(name, justify="right", no_wrap=True, style="bold" if name == "A" else "")
     _add(table, "chance", [found.chance] * len(found.tasks))
     _add(table, "8x8 thumbnails", found.thumbnails)
     _add(table, "random encoder", found.random)
     table.add_section()
-    _add(table, "MoCo + fine-tuning", found.finetune[-1], found.S["finetune"])
-    _add(table, "MoCo + PNR", found.pnr[-1], found.S["pnr"], style="green")
-    table.caption = "A: mean over the styles after the last one. S: mean fall of the earlier styles from their best."
+    _add(table, "MoCo + fine-tuning", found.finetune[-1], found.S["finetune"], found.S_knn["finetune"])
+    _add(table, "MoCo + PNR", found.pnr[-1], found.S["pnr"], found.S_knn["pnr"], style="green")
+    table.caption = (
+        "Linear classifiers over all styles. A: mean over the styles after the last one. S: mean fall of the earlier "
+        "styles from their best."
+    )
     table.caption_justify = "left"
     return table
 
 
-def _add(table: Table, name: str, row: Sequence[float], forgotten: float | None = None, style: str = "") -> None:
-    last = "" if forgotten is None else f"{100 * forgotten:.1f}"
-    table.add_row(name, *(f"{100 * value:.1f}" for value in (*row, fmean(row))), last, style=style)
+def _add(table: Table, name: str, row: Sequence[float], *forgotten: float, style: str = "") -> None:
+    table.add_row(name, *(f"{100 * value:.1f}" for value in (*row, fmean(row), *forgotten)), style=style)
 
 
 def sentences(found: "DemoFindings") -> tuple[str, str, str, str]:
@@ -176,14 +178,17 @@ def sentences(found: "DemoFindings") -> tuple[str, str, str, str]:
 
 
 def _remembers(found: "DemoFindings") -> str:
-    """Returns the sentence about forgetting. Its first words follow the measured difference."""
-    difference = found.S["finetune"] - found.S["pnr"]
+    """Returns the sentence about forgetting. Its first words follow the measured difference by k-NN."""
+    difference = found.S_knn["finetune"] - found.S_knn["pnr"]
     if abs(difference) < _CLEAR:
         lead = "No clear difference in forgetting"
     else:
         lead = "PNR forgets less" if difference > 0 else "PNR forgot more in this run"
-    fell, percent = ({name: f"{100 * value:.1f}" for name, value in numbers.items()} for numbers in (found.S, found.A))
+    knn, linear, percent = (
+        {name: f"{100 * value:.1f}" for name, value in numbers.items()} for numbers in (found.S_knn, found.S, found.A)
+    )
     return (
-        f"{lead}: an earlier style fell from its best by {fell['finetune']} points with fine-tuning and by "
-        f"{fell['pnr']} with PNR (S); A is {percent['finetune']} and {percent['pnr']} %."
+        f"{lead}: judged by k-NN, an earlier style fell from its best by {knn['finetune']} points with fine-tuning and "
+        f"by {knn['pnr']} with PNR (S); by a linear classifier, which is fitted to all styles, by {linear['finetune']} "
+        f"and {linear['pnr']}. A is {percent['finetune']} and {percent['pnr']} %."
     )

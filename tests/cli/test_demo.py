@@ -42,7 +42,8 @@ FOUND = demo.DemoFindings(
     random=[0.2, 0.2],
     finetune=[[0.4, 0.3], [0.3, 0.6]],
     pnr=[[0.4, 0.3], [0.4, 0.5]],
-    S={"finetune": 0.1, "pnr": 0.0},
+    S={"finetune": 0.05, "pnr": 0.04},
+    S_knn={"finetune": 0.1, "pnr": 0.0},
     resumed=ResumedRun(killed_after_step=7, num_losses=9, num_equal=9, encoders_equal=True),
     loader=LoaderRace(native=900.0, torchvision=100.0),
     seconds=1.0,
@@ -64,6 +65,7 @@ def test_the_whole_demo_on_a_few_images(tmp_path: Path, monkeypatch: pytest.Monk
     assert figures["finetune"][0] == figures["pnr"][0]  # they share the first task
     assert len(figures["random"]) == len(figures["thumbnails"]) == num_tasks
     assert set(figures["A"]) == {"thumbnails", "random", "finetune", "pnr"} and set(figures["S"]) == {"finetune", "pnr"}
+    assert set(figures["S_knn"]) == {"finetune", "pnr"}
     resumed = figures["resumed"]
     assert resumed["encoders_equal"] and resumed["num_losses"] == resumed["num_equal"] == 4 * 10
     assert figures["loader"]["native"] > 0 and figures["loader"]["torchvision"] > 0
@@ -71,7 +73,7 @@ def test_the_whole_demo_on_a_few_images(tmp_path: Path, monkeypatch: pytest.Monk
         assert (out / name).stat().st_size, name
     said = console.export_text()
     assert said.count("MoCo + PNR") == 1 and "identical to the last bit" in said
-    before, _, after = said.partition("k-NN top-1")
+    before, _, after = said.partition("top-1 in %")
     assert [line[0] for line in before.splitlines() if line.strip()] == ["✓"] * 6  # a line for each part
     assert "loss " not in after and "images/s" not in after  # the only table
 
@@ -88,7 +90,7 @@ def test_sentences_follow_the_numbers() -> None:
     ("of_pnr", "lead"), [(0.09, "No clear difference"), (0.11, "No clear difference"), (0.2, "PNR forgot more")]
 )
 def test_the_second_sentence_claims_only_what_was_measured(of_pnr: float, lead: str) -> None:
-    remembers = sentences(dataclasses.replace(FOUND, S={"finetune": 0.1, "pnr": of_pnr}))[1]
+    remembers = sentences(dataclasses.replace(FOUND, S_knn={"finetune": 0.1, "pnr": of_pnr}))[1]
     assert remembers.startswith(lead) and "10.0 points" in remembers and f"{100 * of_pnr:.1f} with PNR" in remembers
 
 
