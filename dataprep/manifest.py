@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -275,9 +275,19 @@ def write_atomically(path: Path, content: bytes) -> None:
 
     If it fails, the error is that of the first call that failed, and no partial file is left.
     """
+    with replacing(path) as part:
+        part.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields the name of a partial file to write, and then gives it the name `path`, durably.
+
+    If anything fails, the file at `path` stays as it was, and no partial file is left.
+    """
     part = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(content)
+        yield part
         settle(part, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -5,7 +5,6 @@ stored width and height. Quarantined samples keep their row (is_stored = false),
 partitions exactly the samples of the source.
 """
 
-import contextlib
 import hashlib
 import io
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from dataprep.contract import num_samples
 from dataprep.errors import unreadable
-from dataprep.manifest import Manifest, ManifestError, settle
+from dataprep.manifest import Manifest, ManifestError, replacing
 from dataprep.places import check_places
 from dataprep.reading import array_header
 from dataprep.samples import Samples
@@ -63,15 +62,8 @@ def empty_table(samples: Samples, formats: list[str]) -> Table:
 
 def save_table(table: Table, path: Path) -> None:
     """Writes a table durably."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as file:
-            np.lib.format.write_array(file, table, allow_pickle=False)
-        settle(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
+    with replacing(path) as part, part.open("wb") as file:
+        np.lib.format.write_array(file, table, allow_pickle=False)
 
 
 def load_table(manifest: Manifest, folder: Path) -> Table:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from dataprep import help
 from dataprep.help import Flag
-from fastcssl.cli.exit_codes import Ended, ExitCode, after_signal, ended, explained
+from fastcssl.cli.exit_codes import Ended, ExitCode, after_signal, explained, run_command
 from fastcssl.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,13 +92,10 @@ class DemoFindings:
 
 def main(args: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    return ended(lambda console: _run(sys.argv[1:] if args is None else list(args), console))
+    return run_command(_run, args)
 
 
 def _run(words: list[str], console: Console) -> int:
-    if help.is_version_asked(words):
-        console.print(help.version(), highlight=False)
-        return ExitCode.OK
     if help.is_asked(words):
         console.print(help.page(DemoOptions, f"{PROG} [--out DIR] [--seed N]", [f"{PROG} --seed 6"]))
         return ExitCode.OK

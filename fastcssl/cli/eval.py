@@ -18,7 +18,7 @@ from rich.text import Text
 from dataprep import help
 from dataprep.help import Flag
 from dataprep.manifest import write_atomically
-from fastcssl.cli.exit_codes import ExitCode, after_signal, ended, explained, together
+from fastcssl.cli.exit_codes import ExitCode, after_signal, explained, run_command, together
 from fastcssl.errors import UserError
 
 if TYPE_CHECKING:
@@ -127,13 +127,10 @@ _EXAMPLES = (
 
 def main(args: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    return ended(lambda console: _run(sys.argv[1:] if args is None else list(args), console))
+    return run_command(_run, args)
 
 
 def _run(words: list[str], console: Console) -> int:
-    if help.is_version_asked(words):
-        console.print(help.version(), highlight=False)
-        return ExitCode.OK
     if help.is_asked(words) or not words:
         console.print(help.page(EvalOptions, f"{PROG} RUN [RUN...] [FLAGS]", _EXAMPLES))
         return ExitCode.OK if words else ExitCode.MISTAKE

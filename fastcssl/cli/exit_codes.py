@@ -4,13 +4,15 @@ An error that a user or a machine can cause ends in one sentence and an exit sta
 """
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 
 from rich.console import Console
 from rich.markup import escape
 
+from dataprep import help
 from fastcssl.errors import Diverged, UserError
 from fastcssl.runs.interrupt import Stop
 
@@ -42,6 +44,22 @@ class Ended(Exception):
 
 class _Said(Exception):
     """Carries the exit status when the sentence has already been printed."""
+
+
+def run_command(run: Callable[[list[str], Console], int], args: Sequence[str] | None) -> int:
+    """Runs a command on its words, by default those of the command line, and returns its exit status.
+
+    Every command answers --version in the same way.
+    """
+    words = sys.argv[1:] if args is None else list(args)
+    if help.is_version_asked(words):
+        run = _show_version
+    return ended(lambda console: run(words, console))
+
+
+def _show_version(_: list[str], console: Console) -> int:
+    console.print(help.version(), highlight=False)
+    return ExitCode.OK
 
 
 def ended(run: Callable[[Console], int]) -> int:

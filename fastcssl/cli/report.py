@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dataprep import help
 from dataprep.help import Flag
-from fastcssl.cli.exit_codes import ExitCode, ended
+from fastcssl.cli.exit_codes import ExitCode, run_command
 from fastcssl.errors import UserError
 
 PROG = "fastcssl-report"
@@ -42,13 +42,10 @@ class ReportOptions:
 
 def main(args: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    return ended(lambda console: _run(sys.argv[1:] if args is None else list(args), console))
+    return run_command(_run, args)
 
 
 def _run(words: list[str], console: Console) -> int:
-    if help.is_version_asked(words):
-        console.print(help.version(), highlight=False)
-        return ExitCode.OK
     if help.is_asked(words) or not words:
         console.print(help.page(ReportOptions, f"{PROG} RUN [RUN...] [--out DIR]", [f"{PROG} runs/pnr runs/cassle"]))
         return ExitCode.OK if words else ExitCode.MISTAKE

@@ -19,10 +19,9 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from dataprep import help
 from dataprep.suggest import nearest
 from fastcssl.cli.declared import UNREADABLE, check_flags, epochs_of
-from fastcssl.cli.exit_codes import ExitCode, after_signal, ended, explained, together
+from fastcssl.cli.exit_codes import ExitCode, after_signal, explained, run_command, together
 from fastcssl.cli.listing import (
     PROG,
     catalogue,
@@ -68,13 +67,10 @@ class TrainOptions:
 
 def main(args: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    return ended(lambda console: _run(sys.argv[1:] if args is None else list(args), console))
+    return run_command(_run, args)
 
 
 def _run(args: list[str], console: Console) -> int:
-    if help.is_version_asked(args):
-        console.print(help.version(), highlight=False)
-        return ExitCode.OK
     if args[:1] == ["status"]:
         return _status(args[1:], console)
     settings, args = _settings(args)
